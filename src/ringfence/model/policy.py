@@ -1,0 +1,168 @@
+"""The policy: what a sandbox may do, in two halves.
+
+The *wall* (isolation, file system, process, resources, output) is fixed when the sandbox starts, and
+its digest keys a pool. The *door* (env, secrets, network rules, timeouts, audit) is bound later and may change.
+YAML and presets live in ``ringfence.model.policies``; this module has only the values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from ringfence.model.levels import Level
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """CPUs, memory and disk of a named size. Bytes; CPUs may be a fraction."""
+
+    cpus: float
+    memory: int
+    disk: int
+
+
+# Disk is half of the memory, so that the default disk is a tmpfs and ENOSPC comes before OOM.
+SIZES = {
+    "small": Size(1, 1 * GIB, 512 * MIB),
+    "medium": Size(2, 4 * GIB, 2 * GIB),
+    "large": Size(4, 8 * GIB, 4 * GIB),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How strong the wall must be. ``runtime`` names one driver; ``prefer`` orders several."""
+
+    minimum: Level = Level.L2
+    runtime: str | None = None
+    prefer: tuple[str, ...] = ()
+    allow_emulated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A host folder or file shown inside. ``source`` is absolute on the host, ``target`` inside."""
+
+    source: str
+    target: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Filesystem:
+    """``overlay``: the workload writes where a user could, into a layer of its own.
+
+    ``readonly``: it writes under ``read_write`` only. ``read_only`` paths are read-only in both.
+    """
+
+    root: Literal["overlay", "readonly"] = "overlay"
+    read_only: tuple[str, ...] = ()
+    read_write: tuple[str, ...] = ("/workspace", "/tmp")
+    mounts: tuple[Mount, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Who the workload is inside, and its per-process limits. ``cpu_time`` is of the whole sandbox."""
+
+    user: int = 1000
+    seccomp: Literal["default"] = "default"
+    max_processes: int = 256
+    max_open_files: int = 1024
+    cpu_time: float | None = None  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the whole sandbox may take. Bytes, CPUs, bits a second. Swap is always off."""
+
+    cpus: float = SIZES["small"].cpus
+    memory: int = SIZES["small"].memory
+    disk: int = SIZES["small"].disk
+    bandwidth: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Ends that the host sets. Seconds and bytes."""
+
+    timeout: float = 30 * 60
+    idle: float | None = None
+    on_idle: Literal["pause", "stop"] = "pause"
+    output: int = 10 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkRule:
+    """One allowed destination. Enforced by the egress proxy; see DESIGN of egress."""
+
+    host: str
+    ports: tuple[int, ...] = (443,)
+    methods: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    inject: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """``none``: loopback only. ``egress``: the proxy's rules. ``open``: for trusted code only."""
+
+    mode: Literal["none", "egress", "open"] = "none"
+    allow: tuple[NetworkRule, ...] = ()
+    record: Literal["none", "metadata", "headers", "bodies"] = "metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What is kept of a run besides its events."""
+
+    files: bool = False
+    network: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Wall:
+    """The half that is fixed at start."""
+
+    isolation: Isolation = field(default_factory=Isolation)
+    filesystem: Filesystem = field(default_factory=Filesystem)
+    process: Process = field(default_factory=Process)
+    resources: Resources = field(default_factory=Resources)
+
+    def digest(self) -> str:
+        """SHA-256 over the canonical JSON form; two walls are the same if and only if it is."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The half that is bound at claim time and may change while the sandbox lives."""
+
+    limits: Limits = field(default_factory=Limits)
+    network: Network = field(default_factory=Network)
+    audit: Audit = field(default_factory=Audit)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A named pair of wall and door, the trust class it was made for, and its labels."""
+
+    name: str = "default"
+    wall: Wall = field(default_factory=Wall)
+    door: Door = field(default_factory=Door)
+    trust: Literal["untrusted", "controlled", "trusted"] | None = None
+
+    def with_wall(self, **parts: Any) -> Policy:
+        """A copy with parts of the wall replaced, e.g. ``with_wall(resources=Resources(...))``."""
+        return replace(self, wall=replace(self.wall, **parts))
+
+    def with_door(self, **parts: Any) -> Policy:
+        """A copy with parts of the door replaced, e.g. ``with_door(limits=Limits(...))``."""
+        return replace(self, door=replace(self.door, **parts))
