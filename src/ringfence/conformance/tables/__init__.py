@@ -1,0 +1,1 @@
+"""Committed tables: what each runtime must be able to do. Data only."""

@@ -1,0 +1,39 @@
+"""What each runtime must be able to do, as root and as a normal user.
+
+The suite compares ``Runtime.capabilities()`` with these rows field by field: a capability that is dropped (or
+appears) without a change of this table fails. Only differences from a row's base are written down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from ringfence.runtimes.contract import Capabilities
+
+_JAIL = Capabilities(
+    rootless=True,
+    overlay=True,
+    user_zero=True,
+    mounts=True,
+    pty=True,
+    ports=True,
+    watch=True,
+    recover=True,
+    disk_limit=True,
+    pause=True,
+    network=("none",),
+)
+_BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, pause=True)
+_FAKE = Capabilities(rootless=True, recover=True)
+
+RUNTIMES: dict[str, dict[str, Capabilities]] = {
+    "jail": {"root": _JAIL, "user": _JAIL},
+    "bubblewrap": {"root": _BUBBLEWRAP, "user": _BUBBLEWRAP},
+    "fake": {"root": _FAKE, "user": _FAKE},
+}
+
+
+def expected(runtime: str, who: str) -> dict[str, object] | None:
+    """The committed row as a dictionary; None for a runtime that is not ours (its own word counts then)."""
+    rows = RUNTIMES.get(runtime)
+    return None if rows is None else asdict(rows[who])
