@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that can be said about the tree without running it. Goes on after a failure; fails at the end.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 BIN=.venv/bin
 failed=()
 

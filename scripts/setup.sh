@@ -129,7 +129,7 @@ install_locked() { # name of a lock: installs it unless that very lock was insta
     [ "$(cat "$stamp" 2> /dev/null)" != "$(lock_state "$1")" ] || return 0
     changed=1
     say "installing the packages of requirements/$1.txt"
-    "$VENV/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r "requirements/$1.txt" ||
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --require-hashes -r "requirements/$1.txt" ||
         die "pip could not install requirements/$1.txt; is a package index reachable? (see the lines above)"
     lock_state "$1" > "$stamp"
 }
@@ -154,10 +154,10 @@ want=$(cat pyproject.toml setup.py | sha256sum | cut -c1-64)
 if [ "$(cat "$VENV/.stamp-package" 2> /dev/null)" != "$want" ]; then
     changed=1
     say "installing ringfence into $VENV (editable)"
-    "$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . ||
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e . ||
         die "ringfence could not be installed into $VENV; see the lines above"
     echo "$want" > "$VENV/.stamp-package"
 fi
-"$VENV/bin/python" -m compileall -q -j 0 src examples 2> /dev/null || true # a read-only checkout starts slower, that is all
+"$VENV/bin/python" -m compileall -q -j 0 src examples scripts > /dev/null 2>&1 || true # a read-only checkout starts slower, that is all
 
 if [ -n "$changed" ]; then say "done"; else say "up to date"; fi
