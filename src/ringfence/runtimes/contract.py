@@ -87,6 +87,8 @@ class Identity:
 
     ``helper``: the maps must be written with newuidmap/newgidmap (rootless with subordinate ids).
     ``capabilities``: bit mask the workload keeps inside its own user namespace; 0 unless user is 0.
+    ``gid_maps``: the group map where it differs from the user map (a normal user's group, or /etc/subgid,
+    may have other numbers); empty means the same as ``maps``.
     """
 
     uid: int
@@ -95,6 +97,7 @@ class Identity:
     agent_uid: int
     helper: bool = False
     capabilities: int = 0
+    gid_maps: tuple[IdMap, ...] = ()
 
     def host_uid(self, inside: int) -> int:
         """The host's number of an id inside.

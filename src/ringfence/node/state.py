@@ -1,0 +1,192 @@
+"""The state root: folders, permissions, and who is alive.
+
+::
+
+    <state>/                 0711  (a workload's host user may have to pass through, never to list)
+      templates/host-<digest>/     lower layers, shared by all
+      disks/                 0700  formatted ext4 images to copy
+      ranges/                0700  leases of host uid ranges: symlinks to the leaseholder's name
+      nodes/                 0700  one locked file per living node process
+      sandboxes/<id>/        0711  journal, guest.sock, disk image
+
+Several node processes share one state root. Each holds an exclusive lock (flock) on its own file in
+``nodes/`` for as long as it lives; the kernel gives the lock back when it is killed, however it is
+killed. A file there that can be locked belongs to a dead node, and only then is anything of that
+node's looked at. So a living owner's sandboxes are never touched, and an open with nothing to sweep
+costs one listing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import stat
+from pathlib import Path
+
+from ringfence.model.errors import HostLimit
+from ringfence.node.troubles import host_limit
+
+_counter = itertools.count()
+_FOLDERS = {"templates": 0o755, "disks": 0o700, "ranges": 0o700, "nodes": 0o700, "sandboxes": 0o711}
+
+
+def default_root() -> Path:
+    """$RINGFENCE_HOME, else /var/lib/ringfence as root, else the user's XDG state folder."""
+    home = os.environ.get("RINGFENCE_HOME")
+    if home:
+        return Path(os.path.abspath(home))
+    if os.geteuid() == 0:
+        return Path("/var/lib/ringfence")
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "ringfence"
+
+
+def boot_id() -> str:
+    """This boot's id: a pid and a birth time mean a process only together with it."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def birth_of(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot, or None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    return int(text[text.rindex(b")") + 2 :].split()[19])
+
+
+class StateRoot:
+    """An open state root, with this node's lock held. Use :meth:`open`; :meth:`close` gives it back.
+
+    ``owner`` is the name of this node in journals and leases.
+    """
+
+    def __init__(self, path: Path, owner: str, lock: int) -> None:
+        self.path = path
+        self.owner = owner
+        self.sandboxes = path / "sandboxes"
+        self.templates = path / "templates"
+        self.disks = path / "disks"
+        self.ranges = path / "ranges"
+        self.nodes = path / "nodes"
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path | str | None = None) -> StateRoot:
+        """Make what is missing, check who owns it, take this node's lock.
+
+        Raises:
+            HostLimit: the folder can't be made or written, or somebody else could write to it.
+        """
+        root = Path(os.path.realpath(path if path is not None else default_root()))
+        try:
+            _make(root, 0o711)
+            for name, mode in _FOLDERS.items():
+                _make(root / name, mode)
+            owner, lock = _take_lock(root / "nodes")
+        except OSError as error:
+            raise host_limit(error, f"use the state folder {root}") from error
+        return cls(root, owner, lock)
+
+    def folder(self, sandbox: str) -> Path:
+        """Where a sandbox keeps its things."""
+        return self.sandboxes / sandbox
+
+    def dead_nodes(self) -> dict[str, int]:
+        """Names of nodes that died without cleaning up, each with its lock now held by us (a descriptor)."""
+        found = {}
+        for name in os.listdir(self.nodes):
+            if name == self.owner:
+                continue
+            lock = _try_lock(self.nodes / name)
+            if lock is not None:
+                found[name] = lock
+        return found
+
+    def bury(self, name: str, lock: int) -> None:
+        """A dead node's things are gone: forget it."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.nodes / name)
+        os.close(lock)
+
+    def is_alive(self, name: str) -> bool:
+        """Whether that node process lives. Our own name is alive."""
+        if name == self.owner:
+            return True
+        lock = _try_lock(self.nodes / name)
+        if lock is None:
+            return (self.nodes / name).exists()
+        os.close(lock)
+        return False
+
+    def close(self, *, leave: bool = False) -> None:
+        """Give the lock back. ``leave``: sandboxes of ours live on, so the next node shall look for them."""
+        if self._lock < 0:
+            return
+        if not leave:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.nodes / self.owner)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def _make(path: Path, mode: int) -> None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        # The parents of a user's state root may be missing too (~/.local/state).
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode)
+            path.chmod(mode)  # whatever the umask
+        found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise HostLimit(f"{path} is not a folder", hint="remove it, or point RINGFENCE_HOME elsewhere")
+    if found.st_uid != os.geteuid():
+        raise HostLimit(
+            f"{path} belongs to user {found.st_uid}, not to you (user {os.geteuid()})",
+            hint="point RINGFENCE_HOME at a folder of your own",
+        )
+    if found.st_mode & 0o022:
+        raise HostLimit(
+            f"{path} can be written by other users: they could change what sandboxes are made of",
+            hint=f"chmod go-w {path}",
+        )
+    if found.st_mode & 0o111 != mode & 0o111:
+        path.chmod(mode)
+
+
+def _take_lock(nodes: Path) -> tuple[str, int]:
+    birth = birth_of(os.getpid())
+    while True:
+        name = f"{boot_id()[:8]}.{os.getpid()}.{birth}.{next(_counter)}"
+        # Another pid namespace may have used the name: O_EXCL, and the next number.
+        try:
+            lock = os.open(nodes / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Between open and flock somebody may have taken us for dead.
+        if os.fstat(lock).st_nlink:
+            return name, lock
+        os.close(lock)
+
+
+def _try_lock(path: Path) -> int | None:
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    if not os.fstat(lock).st_nlink:
+        os.close(lock)
+        return None
+    return lock
