@@ -1,7 +1,7 @@
 """Builds the two native programs with the package and ships them in a platform wheel.
 
-Everything else about the package is in pyproject.toml. The programs are static and speak no Python ABI, so one
-wheel serves every Python 3 of its architecture: ``py3-none-linux_ARCH``.
+Everything else about the package is in pyproject.toml. The programs are static and speak no Python ABI, so
+one wheel serves every Python 3 of its architecture: ``py3-none-linux_ARCH``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class BuildWithNative(build_py):
         """
         out = os.path.join(HERE, "src", "ringfence", "_native")
         try:
-            subprocess.run(["make", "--no-print-directory", "-C", os.path.join(HERE, "native"), f"OUT={out}"], check=True)
+            subprocess.run(
+                ["make", "--no-print-directory", "-C", os.path.join(HERE, "native"), f"OUT={out}"], check=True
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             raise SystemExit(
                 f"ringfence: the native programs could not be built ({error}); "

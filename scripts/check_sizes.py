@@ -6,7 +6,14 @@ import sys
 from pathlib import Path
 
 SOFT, HARD = 400, 600
-PATTERNS = ("src/**/*.py", "native/**/*.c", "native/**/*.h", "tests/**/*.py", "scripts/*.py", "examples/**/*.py")
+PATTERNS = (
+    "src/**/*.py",
+    "native/**/*.c",
+    "native/**/*.h",
+    "tests/**/*.py",
+    "scripts/*.py",
+    "examples/**/*.py",
+)
 
 
 def main() -> int:

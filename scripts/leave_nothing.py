@@ -2,12 +2,13 @@
 
 usage: leave_nothing.py COMMAND [ARGUMENT…]
 
-This process becomes the reaper of all orphans below it, so a daemon that its starter left behind turns up here. What
-is found is named, ended, and makes the exit status 1 (else it is the command's).
+This process becomes the reaper of all orphans below it, so a daemon that its starter left behind turns up
+here. What is found is named, ended, and makes the exit status 1 (else it is the command's).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -67,10 +68,8 @@ def main(command: list[str]) -> int:
     reap()
     for pid, text in left.items():
         print(f"left behind by {command[0]}: process {pid}: {text}", file=sys.stderr)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     return status or int(bool(left))
 
 
