@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ringfence.model.errors import HostLimit
 from ringfence.node.troubles import host_limit
-from ringfence.runtimes.contract import AGENT_UID, MAP_SIZE, IdMap, Identity
+from ringfence.runtimes.contract import AGENT_UID, MAP_SIZE, Identity, IdMap
 
 FIRST_RANGE = 0x7000_0000
 RANGES = 0x1000_0000 // MAP_SIZE  # 4,096
@@ -34,7 +34,17 @@ RANGES = 0x1000_0000 // MAP_SIZE  # 4,096
 # opens kernel code that the default wall keeps shut, and none is needed to install software.
 ROOT_CAPABILITIES = functools.reduce(
     lambda mask, bit: mask | 1 << bit,
-    (0, 1, 3, 4, 5, 6, 7, 10, 18),  # CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID NET_BIND_SERVICE SYS_CHROOT
+    (
+        0,
+        1,
+        3,
+        4,
+        5,
+        6,
+        7,
+        10,
+        18,
+    ),  # CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID NET_BIND_SERVICE SYS_CHROOT
     0,
 )
 
@@ -64,16 +74,16 @@ def _lines(file: str) -> list[tuple[str, int, int]]:
 
 @functools.cache
 def taken_ranges(
-    subuid: str = "/etc/subuid", subgid: str = "/etc/subgid", passwd: str = "/etc/passwd"
+    subuid: str = "/etc/subuid", subgid: str = "/etc/subgid", users: str = "/etc/passwd"
 ) -> frozenset[int]:
     """Numbers of our ranges that somebody else on this host has ids in."""
     taken: set[int] = set()
     spans = [(first, count) for file in (subuid, subgid) for _, first, count in _lines(file)]
     try:
-        users = Path(passwd).read_text(errors="replace").splitlines()
+        known = Path(users).read_text(errors="replace").splitlines()
     except OSError:
-        users = []
-    for line in users:
+        known = []
+    for line in known:
         fields = line.split(":")
         if len(fields) > 3:
             spans += [(int(text), 1) for text in fields[2:4] if text.isascii() and text.isdigit()]
