@@ -1,8 +1,9 @@
 """What an agent might run: an honest analysis first, then everything a hostile script would try.
 
-usage: job.py work  DATA.csv OUT_FOLDER      read the data, write chart.svg and report.md
-       job.py attack CONFIG.json OUT_FOLDER  try to get out; write attempts.json
-       job.py memory BYTES                   take so much memory (expects to be killed for it)
+usage: job.py work DATA.csv OUT                read the data, write chart.svg and report.md
+       job.py attack CONFIG.json OUT           try to get out; write attempts.json
+       job.py both DATA.csv CONFIG.json OUT    one after the other, as an agent's script would
+       job.py memory BYTES                     take so much memory (expects to be killed for it)
 
 Plain Python: nothing but the standard library, nothing of Ringfence. Every attempt is bounded, so that it
 does no harm where nothing stops it. `scripts/demo.py` runs this in a jail; a test runs part of it outside, to
@@ -330,6 +331,9 @@ def main(arguments: list[str]) -> int:
         work(arguments[1], arguments[2])
     elif len(arguments) == 3 and arguments[0] == "attack":
         attack(arguments[1], arguments[2])
+    elif len(arguments) == 4 and arguments[0] == "both":
+        work(arguments[1], arguments[3])
+        attack(arguments[2], arguments[3])
     elif len(arguments) == 2 and arguments[0] == "memory":
         memory(int(arguments[1]))
     else:
