@@ -3,9 +3,9 @@
 usage: demo.py [--runtime NAME] [--out FOLDER]
 
 Runs examples/agent-job/job.py on its data file: it computes a chart and a report, then tries everything a
-hostile script would. Prints what came out, what was stopped and by which layer, the boundary as it was
-measured, and how long each stage took. Exit status 1 if an attempt succeeded, if the host noticed any of it, or
-if an output is missing.
+hostile script would. Prints what came out, what was stopped and by which layer, the boundary as measured, and
+how long each stage took. Exit status 1 if an attempt succeeded, the host noticed any of it, or an output is
+missing.
 """
 
 from __future__ import annotations
