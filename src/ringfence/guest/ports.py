@@ -1,0 +1,139 @@
+"""Connections into a sandbox (dial) and out of it (listen)."""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from typing import NamedTuple
+
+from ringfence.guest.channels import Channel
+from ringfence.guest.fields import Fields
+from ringfence.model.errors import GuestRefused, ProtocolViolation, WrongState
+
+
+class Peer(NamedTuple):
+    """Who connected inside, as the guest reports it. ``uid`` is ``None`` when it does not know."""
+
+    port: int
+    uid: int | None
+
+
+class GuestStream:
+    """A connection to or from a port inside. One reader and one writer at a time."""
+
+    def __init__(self, channel: Channel, peer: Peer | None = None) -> None:
+        self.peer = peer
+        self._channel = channel
+        self._rest = b""
+
+    async def read(self, limit: int = 65536) -> bytes:
+        """1 to ``limit`` bytes; ``b""`` when the other side has ended its half.
+
+        Raises:
+            GuestRefused: ECONNRESET or what the guest said.
+            LinkLost, ProtocolViolation: the link ended.
+        """
+        if not self._rest:
+            self._rest = await self._channel.read(0)
+        data, self._rest = self._rest[:limit], self._rest[limit:]
+        return data
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of it, as fast as the other side takes it.
+
+        Raises:
+            GuestRefused: EPIPE or what the guest said.
+            WrongState: after :meth:`eof`.
+            LinkLost, ProtocolViolation: the link ended.
+        """
+        await self._channel.send(data)
+
+    async def eof(self) -> None:
+        """End our half; reading goes on."""
+        self._channel.send_eof()
+
+    async def close(self) -> None:
+        """End the connection. Idempotent."""
+        self._rest = b""
+        self._channel.close()
+
+    async def __aenter__(self) -> GuestStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class GuestListener:
+    """A port that the guest listens on; iterate or :meth:`accept` for its connections."""
+
+    def __init__(self, backlog: int) -> None:
+        self.port = 0
+        self._backlog = backlog
+        self._channel: Channel | None = None
+        self._waiting: deque[GuestStream] = deque()
+
+    def bind(self, channel: Channel, reply: Fields) -> None:
+        """The guest listens."""
+        self._channel = channel
+        self.port = reply.number(1, most=65535)
+        channel.wire.accepting[channel.number] = self._opened
+
+    def _opened(self, channel: Channel, fields: Fields) -> None:
+        if self._channel is None or self._channel.sent_close or len(self._waiting) >= self._backlog:
+            channel.refuse(errno.ECONNREFUSED, "nobody accepts")
+            return
+        uid = fields.number(3, most=2**32 - 1) if 3 in fields else None
+        try:
+            peer = Peer(fields.number(2, 0, most=65535), uid)
+        except ProtocolViolation:
+            channel.refuse(errno.EINVAL, "peer")
+            return
+        self._waiting.append(GuestStream(channel, peer))
+        self._channel.wake()
+
+    async def accept(self) -> GuestStream:
+        """The next connection.
+
+        Raises:
+            WrongState: the listener was closed.
+            GuestRefused: the guest gave it up.
+            LinkLost, ProtocolViolation: the link ended.
+        """
+        channel = self._channel
+        if channel is None:
+            raise WrongState("the listener is not open")
+        while True:
+            while self._waiting:
+                stream = self._waiting.popleft()
+                if stream._channel.accept():
+                    return stream
+            channel.check()
+            if channel.got_close:
+                raise GuestRefused(errno.ECONNRESET, channel.what)
+            if channel.sent_close:
+                raise WrongState("the listener was closed")
+            await channel.changed()
+
+    def __aiter__(self) -> GuestListener:
+        return self
+
+    async def __anext__(self) -> GuestStream:
+        try:
+            return await self.accept()
+        except WrongState:
+            raise StopAsyncIteration from None
+
+    async def close(self) -> None:
+        """Stop listening; connections that nobody accepted are reset. Idempotent."""
+        while self._waiting:
+            self._waiting.popleft()._channel.refuse(errno.ECONNREFUSED, "nobody accepts")
+        if self._channel is not None:
+            self._channel.wire.accepting.pop(self._channel.number, None)
+            self._channel.close()
+
+    async def __aenter__(self) -> GuestListener:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
