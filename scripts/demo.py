@@ -152,7 +152,9 @@ def ringfence(*arguments: str) -> Run:
     """
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "ringfence", "run", "--json", *arguments], stdout=subprocess.PIPE, check=False
+        [sys.executable, "-m", "ringfence", "run", "--json", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
     seconds = time.monotonic() - started
     try:
