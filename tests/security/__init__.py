@@ -1,0 +1,1 @@
+"""Attacks on every wall, the committed outcomes, and the positive controls."""
