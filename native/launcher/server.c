@@ -1,0 +1,482 @@
+#include "server.h"
+#include "steps.h"
+#include "sys.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+enum state { FREE, STARTING, RUNNING, FAILED, HELPER };
+
+struct child {
+    enum state state;
+    int pid, pidfd, pipe;
+    uint32_t id;
+    int keep;
+    unsigned helpers;       /* newuidmap and newgidmap under way for it */
+    unsigned helps;         /* HELPER: index of the child whose maps it writes */
+    uint32_t helps_id;
+    char *exit_file;
+};
+
+struct cached {
+    int fd;
+    uint32_t length;
+    uint8_t maps[4 * sizeof(struct id_map)];
+};
+
+enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS };
+
+static struct child children[CHILDREN_MAX];
+static unsigned highest; /* one past the highest slot in use */
+static struct slot *slots;
+static struct cached cache[CACHED_MAX];
+static unsigned cache_next;
+static int node = -1, events = -1;
+
+static void answer(const struct reply *reply, int descriptor)
+{
+    union {
+        char space[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control = {0};
+    struct iovec part = {(void *)(uintptr_t)reply, sizeof *reply};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    if (node < 0)
+        return;
+    if (descriptor >= 0) {
+        message.msg_control = control.space;
+        message.msg_controllen = sizeof control.space;
+        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
+    }
+    /* Fails only if the node is gone, and that is noticed by the loop. */
+    while (sendmsg(node, &message, MSG_NOSIGNAL) < 0 && errno == EINTR)
+        ;
+}
+
+static void answer_failure(uint32_t id, uint32_t index, unsigned op, int error)
+{
+    struct reply reply = {.kind = REPLY_FAILED, .id = id, .index = index, .error = error};
+    snprintf(reply.step, sizeof reply.step, "%s", op ? plan_name(op) : "PLAN");
+    answer(&reply, -1);
+}
+
+static int watch(int fd, uint32_t tag)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.u32 = tag};
+    return epoll_ctl(events, EPOLL_CTL_ADD, fd, &event) ? errno : 0;
+}
+
+static struct child *reserve(void)
+{
+    for (unsigned i = 0; i < CHILDREN_MAX; i++)
+        if (children[i].state == FREE) {
+            memset(&children[i], 0, sizeof children[i]);
+            memset(&slots[i], 0, sizeof slots[i]);
+            children[i].pidfd = children[i].pipe = -1;
+            if (i >= highest)
+                highest = i + 1;
+            return &children[i];
+        }
+    return NULL;
+}
+
+static void release(struct child *child)
+{
+    if (child->pidfd >= 0)
+        close(child->pidfd);
+    if (child->pipe >= 0)
+        close(child->pipe);
+    free(child->exit_file);
+    memset(child, 0, sizeof *child);
+    while (highest && children[highest - 1].state == FREE)
+        highest--;
+}
+
+/* A user namespace with these maps: kept, since every sandbox of a host uid range asks for the same. */
+static int cached_userns(const struct step *maps)
+{
+    if (maps->length > sizeof cache[0].maps)
+        return -E2BIG;
+    for (unsigned i = 0; i < CACHED_MAX; i++)
+        if (cache[i].length && cache[i].length == maps->length && !memcmp(cache[i].maps, maps->bytes, maps->length))
+            return cache[i].fd;
+    int fd = userns_make(maps);
+    if (fd < 0)
+        return fd;
+    struct cached *entry = &cache[cache_next++ % CACHED_MAX];
+    if (entry->length)
+        close(entry->fd);
+    entry->fd = fd;
+    entry->length = maps->length;
+    memcpy(entry->maps, maps->bytes, maps->length);
+    return fd;
+}
+
+static void let_go(unsigned index)
+{
+    slots[index].go = 1;
+    syscall(SYS_futex, &slots[index].go, FUTEX_WAKE, 1, NULL, NULL, 0);
+}
+
+/* Starts newuidmap or newgidmap for the child; its end is seen by reap(). */
+static int start_helper(unsigned index, const struct step *maps, uint32_t kind)
+{
+    enum { WORDS = 2 + MAPS_MAX * 3 + 1 };
+    char text[WORDS][12];
+    char *words[WORDS];
+    unsigned count = 0;
+    words[count++] = (char *)(uintptr_t)(kind ? "newgidmap" : "newuidmap");
+    snprintf(text[count], sizeof text[0], "%d", children[index].pid);
+    words[count] = text[count];
+    count++;
+    for (unsigned i = 0; i < maps->length / sizeof(struct id_map); i++) {
+        struct id_map map = plan_map(maps, i);
+        uint32_t numbers[3] = {map.inside, map.outside, map.count};
+        for (int n = 0; map.kind == kind && n < 3; n++) {
+            snprintf(text[count], sizeof text[0], "%u", numbers[n]);
+            words[count] = text[count];
+            count++;
+        }
+    }
+    words[count] = NULL;
+    struct child *helper = reserve();
+    if (!helper)
+        return EAGAIN;
+    helper->state = HELPER;
+    helper->helps = index;
+    helper->helps_id = children[index].id;
+    helper->pid = fork();
+    if (helper->pid < 0) {
+        int error = errno;
+        release(helper);
+        return error;
+    }
+    if (!helper->pid) {
+        char *environment[] = {(char *)(uintptr_t)"PATH=/usr/bin:/bin:/usr/local/bin", NULL};
+        sigset_t none;
+        sigemptyset(&none);
+        sigprocmask(SIG_SETMASK, &none, NULL);
+        execvpe(words[0], words, environment);
+        _exit(127);
+    }
+    children[index].helpers++;
+    return 0;
+}
+
+static int write_maps(unsigned index, const struct step *maps)
+{
+    int error;
+    if (maps->number[0] & 1) {
+        error = start_helper(index, maps, 0);
+        return error ? error : start_helper(index, maps, 1);
+    }
+    error = userns_write_maps(children[index].pid, maps, (maps->number[0] & 2) != 0);
+    if (!error)
+        let_go(index);
+    return error;
+}
+
+static _Noreturn void child_main(const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns)
+{
+    static struct run run;
+    run_begin(&run, plan, descriptors, slot, alive, userns);
+    slot->error = run_steps(&run);
+    if (!slot->error)
+        slot->error = ENOEXEC; /* a plan without an exec */
+    _exit(127);
+}
+
+static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
+{
+    const struct step *maps = NULL;
+    int ends[2] = {-1, -1}, userns = -1, error = 0;
+    unsigned failing = 0;
+    struct rf_clone_args args = {.flags = CLONE_PIDFD, .exit_signal = SIGCHLD};
+    struct child *child = reserve();
+    if (!child) {
+        answer_failure(id, 0, OP_CLONE, EAGAIN);
+        return;
+    }
+    unsigned index = (unsigned)(child - children);
+    child->id = id;
+    for (unsigned i = 0; i < plan->count && !error; i++) {
+        const struct step *step = &plan->steps[i];
+        failing = i;
+        switch (step->op) {
+        case OP_CLONE:
+            args.flags |= step->number[0];
+            break;
+        case OP_KEEP:
+            child->keep = 1;
+            break;
+        case OP_EXIT_FILE:
+            free(child->exit_file);
+            child->exit_file = strdup(step->text[0]);
+            error = child->exit_file ? 0 : ENOMEM;
+            break;
+        case OP_USERNS:
+            userns = cached_userns(step);
+            error = userns < 0 ? -userns : 0;
+            break;
+        case OP_MAPS:
+            maps = step;
+            break;
+        case OP_INTO_CGROUP:
+            args.flags |= 0x200000000ULL; /* CLONE_INTO_CGROUP */
+            args.cgroup = (uint64_t)descriptors[step->number[0]];
+            break;
+        default:
+            break;
+        }
+    }
+    if (error) {
+        answer_failure(id, failing, plan->steps[failing].op, error);
+        release(child);
+        return;
+    }
+    args.pidfd = (uint64_t)(uintptr_t)&child->pidfd;
+    if (pipe2(ends, O_CLOEXEC))
+        error = errno;
+    else if ((child->pid = (int)syscall(SYS_clone3, &args, sizeof args)) < 0)
+        error = errno;
+    if (error) {
+        answer_failure(id, 0, OP_CLONE, error);
+        child->pidfd = -1;
+        if (ends[0] >= 0) {
+            close(ends[0]);
+            close(ends[1]);
+        }
+        release(child);
+        return;
+    }
+    if (!child->pid) {
+        close(ends[0]);
+        child_main(plan, descriptors, &slots[index], ends[1], userns);
+    }
+    close(ends[1]);
+    child->pipe = ends[0];
+    child->state = STARTING;
+    error = maps ? write_maps(index, maps) : 0;
+    if (!error)
+        error = watch(child->pipe, index);
+    if (error) {
+        answer_failure(id, 0, maps ? OP_MAPS : OP_CLONE, error);
+        child->state = FAILED;
+        kill(child->pid, SIGKILL);
+    }
+}
+
+/* The pipe closed: the child has become its program, or it has failed. */
+static void settle(unsigned index)
+{
+    struct child *child = &children[index];
+    struct slot *slot = &slots[index];
+    close(child->pipe); /* and with it its place in epoll */
+    child->pipe = -1;
+    if (slot->ready && !slot->error) {
+        struct reply reply = {.kind = REPLY_STARTED, .id = child->id, .pid = child->pid, .landlock = slot->landlock};
+        child->state = RUNNING;
+        answer(&reply, child->pidfd);
+    } else {
+        /* Its op is not kept: the node has the plan and finds it by its index. Killed half-way: ECHILD. */
+        struct reply reply = {.kind = REPLY_FAILED, .id = child->id, .index = slot->step,
+                              .error = slot->error ? slot->error : ECHILD};
+        child->state = FAILED;
+        answer(&reply, -1);
+    }
+    if (child->pidfd >= 0)
+        close(child->pidfd);
+    child->pidfd = -1;
+}
+
+static void helper_ended(const struct child *helper, int status)
+{
+    struct child *child = &children[helper->helps];
+    if (child->state != STARTING || child->id != helper->helps_id)
+        return;
+    if (status) {
+        answer_failure(child->id, 0, OP_MAPS, WIFEXITED(status) && WEXITSTATUS(status) == 127 ? ENOENT : EPERM);
+        child->state = FAILED;
+        close(child->pipe);
+        child->pipe = -1;
+        kill(child->pid, SIGKILL);
+    } else if (--child->helpers == 0) {
+        let_go(helper->helps);
+    }
+}
+
+static void record_exit(const char *path, int status)
+{
+    char text[16];
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0)
+        return; /* the sandbox's folder is gone: nobody will ask */
+    int size = snprintf(text, sizeof text, "%d\n", status);
+    if (write(fd, text, (size_t)size) != size)
+        unlink(path);
+    close(fd);
+}
+
+static void reap(void)
+{
+    for (;;) {
+        siginfo_t info = {0};
+        int status = 0;
+        if (waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) || !info.si_pid)
+            return;
+        unsigned index = 0;
+        while (index < highest && (children[index].state == FREE || children[index].pid != info.si_pid))
+            index++;
+        if (index == highest) {
+            waitpid(info.si_pid, NULL, 0);
+            continue;
+        }
+        struct child *child = &children[index];
+        if (child->state == STARTING)
+            settle(index);
+        /* The record is written before the process is reaped: who sees it gone, finds the record. */
+        if (child->state == RUNNING && child->exit_file) {
+            int code = info.si_code == CLD_EXITED ? info.si_status << 8 : info.si_status;
+            record_exit(child->exit_file, code);
+        }
+        waitpid(info.si_pid, &status, 0);
+        if (child->state == HELPER)
+            helper_ended(child, status);
+        if (child->state == RUNNING) {
+            struct reply reply = {.kind = REPLY_EXITED, .id = child->id, .pid = child->pid, .status = status};
+            answer(&reply, -1);
+        }
+        release(child);
+    }
+}
+
+static void initialise(uint32_t id, const struct plan *plan, const int *descriptors)
+{
+    static struct run run;
+    struct slot slot = {0};
+    run_begin(&run, plan, descriptors, &slot, -1, -1);
+    int error = run_steps(&run);
+    if (run.host_root >= 0)
+        close(run.host_root);
+    if (error) {
+        answer_failure(id, slot.step, plan->count ? plan->steps[slot.step].op : 0, error);
+        return;
+    }
+    struct reply reply = {.kind = REPLY_STARTED, .id = id, .pid = getpid()};
+    answer(&reply, -1);
+}
+
+static void node_gone(void)
+{
+    close(node);
+    node = -1;
+    for (unsigned i = 0; i < highest; i++)
+        if ((children[i].state == RUNNING && !children[i].keep) || children[i].state == STARTING)
+            kill(children[i].pid, SIGKILL);
+}
+
+static void receive(void)
+{
+    static uint8_t data[PLAN_MAX + sizeof(struct request)];
+    static union {
+        char space[CMSG_SPACE(sizeof(int) * FDS_MAX)];
+        struct cmsghdr align;
+    } control;
+    static struct plan plan;
+    int descriptors[FDS_MAX];
+    unsigned count = 0;
+    struct request request;
+    struct iovec part = {data, sizeof data};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    ssize_t size = recvmsg(node, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (size < 0 && (errno == EAGAIN || errno == EINTR))
+        return;
+    if (size <= 0) {
+        node_gone();
+        return;
+    }
+    for (struct cmsghdr *header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
+        if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
+            continue;
+        unsigned more = (unsigned)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        for (unsigned i = 0; i < more && count < FDS_MAX; i++)
+            memcpy(&descriptors[count++], CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+    }
+    memset(&request, 0, sizeof request);
+    memcpy(&request, data, (size_t)size < sizeof request ? (size_t)size : sizeof request);
+    if ((size_t)size < sizeof request || request.magic != MESSAGE_MAGIC || message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) {
+        answer_failure(request.id, 0, 0, EPROTO);
+    } else {
+        int error = plan_parse(data + sizeof request, (size_t)size - sizeof request, count, &plan);
+        if (error)
+            answer_failure(request.id, plan.count, 0, error);
+        else if (request.kind == REQUEST_INIT)
+            initialise(request.id, &plan, descriptors);
+        else if (request.kind == REQUEST_SPAWN)
+            spawn(request.id, &plan, descriptors);
+        else
+            answer_failure(request.id, 0, 0, ENOSYS);
+    }
+    for (unsigned i = 0; i < count; i++)
+        close(descriptors[i]);
+}
+
+static int busy(void)
+{
+    return node >= 0 || highest > 0;
+}
+
+int serve(int socket)
+{
+    sigset_t signals;
+    struct signalfd_siginfo info[8];
+    node = socket;
+    slots = mmap(NULL, CHILDREN_MAX * sizeof *slots, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    events = epoll_create1(EPOLL_CLOEXEC);
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGCHLD);
+    if (slots == MAP_FAILED || events < 0 || sigprocmask(SIG_BLOCK, &signals, NULL))
+        return errno;
+    int ends = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (ends < 0)
+        return errno;
+    int error = watch(ends, TAG_SIGNALS);
+    if (!error)
+        error = watch(node, TAG_SOCKET);
+    if (error)
+        return error;
+    while (busy()) {
+        struct epoll_event ready[32];
+        int count = epoll_wait(events, ready, 32, -1), ended = 0;
+        if (count < 0 && errno != EINTR)
+            return errno;
+        for (int i = 0; i < count; i++) {
+            uint32_t tag = ready[i].data.u32;
+            if (tag == TAG_SOCKET && node >= 0)
+                receive();
+            else if (tag == TAG_SIGNALS)
+                ended = 1;
+            else if (tag < CHILDREN_MAX && children[tag].state == STARTING && children[tag].pipe >= 0)
+                settle(tag);
+        }
+        /* Last: it frees slots that events of this round may still name. */
+        if (ended) {
+            while (read(ends, info, sizeof info) > 0)
+                ;
+            reap();
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,173 @@
+"""What every driver is given: the launcher, the guest agent's binary, and whether the node is root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from ringfence import _native
+from ringfence.model.errors import HostLimit
+from ringfence.runtimes.launching.launcher import Launcher
+from ringfence.runtimes.launching.plan import (
+    CLONE_NEWNS,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_REC,
+    MS_SLAVE,
+    NOBODY,
+    Plan,
+)
+
+STAGE = "/sys"  # exists everywhere, and nothing of it is ever shown inside: a place to mount on
+DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}
+_SYS_ADMIN, _SETGID, _SETUID = 21, 6, 7
+_MFD_EXEC = 0x10
+_SEALS = 0xF  # F_SEAL_SEAL, SHRINK, GROW, WRITE
+_ADD_SEALS = 1033
+# File systems that no sandbox is ever shown: every one less makes each new mount namespace cheaper.
+_NEEDLESS = {
+    "autofs", "binder", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "efivarfs",
+    "fusectl", "hugetlbfs", "mqueue", "nsfs", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs", "tracefs",
+}  # fmt: skip
+
+
+def privileged() -> bool:
+    """Root with the rights that walls as root need (root in an ordinary container has not)."""
+    if os.geteuid() != 0:
+        return False
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("CapEff:"):
+                mask = int(line.split()[1], 16)
+                return all(mask >> bit & 1 for bit in (_SYS_ADMIN, _SETGID, _SETUID))
+    return False
+
+
+def _needless_mounts() -> list[str]:
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            head, _, tail = line.partition(" - ")
+            path = head.split()[4]
+            kind = tail.split()[0]
+            if "\\" in path or path.startswith("/sys/") or path in ("/", "/proc", "/dev", "/sys"):
+                continue
+            layered = kind == "overlay" and path.startswith(("/var/lib/docker/", "/var/lib/containers/"))
+            snap = kind == "squashfs" and path.startswith("/snap/")
+            if kind in _NEEDLESS or layered or snap or path == "/dev/shm":  # noqa: S108
+                found.append(path)
+    return found
+
+
+def init_plan() -> Plan:
+    """What the launcher of a root node does first: a nearly empty mount namespace of its own, and a folder
+    of device nodes that every sandbox is shown read-only (one mount instead of seven)."""
+    plan = Plan()
+    plan.add("UNSHARE", CLONE_NEWNS)
+    # Slave: what the host mounts later appears here too, and nothing from here appears there.
+    plan.add("MOUNT", "none", "/", "none", MS_REC | MS_SLAVE, "")
+    for path in reversed(_needless_mounts()):
+        plan.add("UMOUNT", path)
+    plan.add("UMOUNT", STAGE)
+    plan.add("MOUNT", "ringfence", STAGE, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=0700,size=1m")
+    plan.add("MKDIR", f"{STAGE}/stage", 0o700, NOBODY, NOBODY)
+    plan.add("MKDIR", f"{STAGE}/dev", 0o755, NOBODY, NOBODY)
+    for name, (major, minor) in DEVICES.items():
+        plan.add("MKNOD", f"{STAGE}/dev/{name}", 0o20666, major, minor)
+    for name, target in DEVICE_LINKS.items():
+        plan.add("SYMLINK", target, f"{STAGE}/dev/{name}")
+    for name in ("pts", "shm"):
+        plan.add("MKDIR", f"{STAGE}/dev/{name}", 0o755, NOBODY, NOBODY)
+    return plan
+
+
+def sealed_copy(path: str) -> int:
+    """A sealed memory file with the program at ``path``: what runs can't be changed by anybody any more.
+
+    Raises:
+        HostLimit: it can't be read, or memory is short.
+    """
+    try:
+        with open(path, "rb") as file:
+            program = file.read()
+        name = os.path.basename(path)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        try:
+            descriptor = os.memfd_create(name, flags | _MFD_EXEC)
+        except OSError:  # before Linux 6.3 there is no such flag, and every memory file may be executed
+            descriptor = os.memfd_create(name, flags)
+        try:
+            import fcntl
+
+            os.write(descriptor, program)
+            os.fchmod(descriptor, 0o555)
+            fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise HostLimit(f"the program {path} can't be loaded: {error.strerror}", hint="build it again") from error
+    return descriptor
+
+
+class RuntimeContext:
+    """Shared by the drivers of one node process. ``root``: walls are made with the host root's rights."""
+
+    def __init__(self, launcher: Launcher, agent: str, root: bool) -> None:
+        self.launcher = launcher
+        self.agent = agent
+        self.root = root
+        self._files: dict[str, int] = {}
+
+    @classmethod
+    async def open(cls, *, root: bool | None = None) -> RuntimeContext:
+        """Start the launcher. ``root=False`` makes rootless walls even where the caller could do more.
+
+        Raises:
+            HostLimit: the native programs are not built.
+            StartFailed: the launcher could not prepare itself.
+        """
+        as_root = privileged() if root is None else root
+        agent = _native.agent()
+        launcher = await Launcher.start(init_plan() if as_root else None)
+        return cls(launcher, agent, as_root)
+
+    def agent_fd(self) -> int:
+        """The guest agent as a sealed memory file, made once. Stays open; owned by the context."""
+        if "agent" not in self._files:
+            self._files["agent"] = sealed_copy(self.agent)
+        return self._files["agent"]
+
+    def filter_fd(self, name: str) -> int:
+        """The named seccomp filter as a memory file of ``struct sock_filter``; owned by the context.
+
+        Raises:
+            InvalidRequest: no such filter.
+            HostLimit: none for this machine.
+        """
+        key = f"seccomp-{name}"
+        if key not in self._files:
+            from ringfence.runtimes import seccomp
+
+            program = seccomp.load(name)
+            descriptor = os.memfd_create(key, os.MFD_CLOEXEC)
+            os.write(descriptor, program)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            self._files[key] = descriptor
+        return self._files[key]
+
+    async def close(self) -> None:
+        """End the launcher: ephemeral walls die, kept ones live on. Idempotent."""
+        await self.launcher.close()
+        for descriptor in self._files.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._files.clear()

@@ -1,0 +1,335 @@
+"""``jail``: namespaces, made by our own launcher. Shared kernel, level 2.
+
+As root the mount, pid, net, ipc and uts namespaces belong to the host's user namespace and the sandbox is
+put into a user namespace of its own afterwards: nothing inside has a capability over any of them. As a
+normal user all of them belong to one user namespace, and what keeps the workload from using that is that
+it has no capability, an empty bounding set and no_new_privs.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from ringfence.model.errors import HostLimit, InvalidRequest, StartFailed, Unsupported
+from ringfence.model.levels import Boundary, Level
+from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE, RuntimeContext
+from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, StartSpec
+from ringfence.runtimes.launching import freezing, sockets
+from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.guestargs import AGENT_CAPABILITIES, agent_arguments, environment
+from ringfence.runtimes.launching.landlock import add_landlock
+from ringfence.runtimes.launching.plan import (
+    ATTR_RDONLY,
+    BIND_DEVICES,
+    BIND_FLAT,
+    BIND_IDMAP,
+    BIND_INSIDE,
+    BIND_MAKE,
+    BIND_NOEXEC,
+    BIND_READONLY,
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWTIME,
+    CLONE_NEWUSER,
+    CLONE_NEWUTS,
+    MAPS_DENY_SETGROUPS,
+    MAPS_HELPER,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    NOBODY,
+    Plan,
+    id_maps,
+)
+
+_NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET | CLONE_NEWTIME
+_QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
+
+# Hidden: what tells about the host or its kernel, or could drive hardware. As in the OCI runtimes' list,
+# and kallsyms, key-users and kmsg besides.
+MASKED = (
+    "/proc/acpi", "/proc/asound", "/proc/kallsyms", "/proc/kcore", "/proc/key-users", "/proc/keys", "/proc/kmsg",
+    "/proc/latency_stats", "/proc/sched_debug", "/proc/scsi", "/proc/sysrq-trigger", "/proc/timer_list",
+    "/proc/timer_stats",
+)  # fmt: skip
+READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys")
+SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
+SECRETS_SIZE = 1 << 20
+TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
+_CPU_RESOURCES = (("RLIMIT_CORE", 4, 0), ("RLIMIT_MEMLOCK", 8, 64 << 10))
+_NOFILE, _NPROC = 7, 6
+_LISTEN_FD = 3
+
+
+class JailRuntime(LaunchedRuntime):
+    """See the module."""
+
+    name = "jail"
+    level = Level.L2
+    boundary = Boundary.NAMESPACES
+
+    def capabilities(self) -> Capabilities:
+        """See the contract."""
+        return Capabilities(
+            rootless=True,
+            overlay=True,
+            user_zero=True,
+            mounts=True,
+            recover=True,
+            disk_limit=True,
+            pause=True,
+        )
+
+    async def probe(self) -> Probe:
+        """See the contract: starts a wall and talks to the agent in it."""
+        from ringfence.runtimes.launching.probing import probe
+
+        return await probe(self)
+
+    async def start(self, spec: StartSpec) -> Handle:
+        """See the contract."""
+        if spec.network == "open":
+            raise Unsupported(
+                "the jail gives no open network", hint="use network mode none or egress", capability="network"
+            )
+        if spec.root.disk.kind == "image" and not self.context.root:
+            raise HostLimit(
+                "only root can mount a disk image",
+                hint="ask for a disk of at most half of the memory, or run the node as root",
+            )
+        opened: list[int] = []
+        try:
+            listener = sockets.listener(spec.folder)
+        except OSError as error:
+            raise StartFailed(
+                f"no socket in {spec.folder}: {error.strerror}", step="listen", errno=str(error.errno)
+            ) from error
+        try:
+            plan = self._plan(spec, listener.fileno(), opened)
+            child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
+        except BaseException:
+            _forget(spec.folder)
+            raise
+        finally:
+            listener.close()
+            for descriptor in opened:
+                os.close(descriptor)
+        return self.handle(
+            spec,
+            child,
+            child.pid,
+            {
+                "landlock": child.landlock,
+                "uid": spec.identity.host_uid(spec.identity.uid),
+                "capabilities": spec.identity.capabilities,
+                "network": spec.network,
+                "cgroups": list(spec.cgroup.agent),
+            },
+        )
+
+    def open_upper(self, handle: Handle) -> int:
+        """See the contract."""
+        return os.open(f"/proc/{handle.pid}/root/.ringfence/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    async def pause(self, handle: Handle) -> None:
+        """See the contract.
+
+        Raises:
+            Unsupported: the sandbox has no cgroup that can be frozen.
+        """
+        await freezing.freeze(handle.data["cgroups"], frozen=True)
+
+    async def resume(self, handle: Handle) -> None:
+        """See the contract."""
+        await freezing.freeze(handle.data["cgroups"], frozen=False)
+
+    async def thaw(self, handle: Handle) -> None:
+        """Frozen tasks of a version 1 freezer don't even die."""
+        freezing.thaw(handle.data["cgroups"])
+
+    # -- the plan
+
+    def _plan(self, spec: StartSpec, listener: int, opened: list[int]) -> Plan:
+        root, identity = self.context.root, spec.identity
+        plan = Plan()
+        if root:
+            plan.add("CLONE", _NAMESPACES)
+            plan.add("USERNS", _maps(identity))
+        else:
+            plan.add("CLONE", _NAMESPACES | CLONE_NEWUSER)
+            plan.add("MAPS", MAPS_HELPER if identity.helper else MAPS_DENY_SETGROUPS, _maps(identity))
+        if not spec.ephemeral:
+            plan.add("KEEP")
+        plan.add("EXIT_FILE", os.path.join(spec.folder, EXIT_FILE))
+        work = add_cgroups(plan, spec, opened)
+        plan.add("FD", plan.fd(listener), _LISTEN_FD)
+        for index, descriptor in enumerate(work):
+            plan.add("FD", plan.fd(descriptor), _LISTEN_FD + 1 + index)
+        plan.add("UNSHARE", CLONE_NEWCGROUP)
+        plan.add("HOSTNAME", spec.hostname)
+        plan.add("LOOPBACK")
+        self._add_root(plan, spec)
+        add_limits(plan, spec)
+        if root:
+            plan.add("USERNS_ENTER")
+        plan.add("NO_NEW_PRIVS")
+        add_landlock(plan, spec)
+        separate = identity.agent_uid != identity.uid
+        kept = (AGENT_CAPABILITIES if separate else 0) | identity.capabilities
+        plan.add("BECOME", identity.agent_uid, identity.agent_uid if separate else identity.gid, int(root or identity.helper), kept)
+        if spec.ephemeral:
+            plan.add("DEATH_SIGNAL", 9)
+        plan.add("UMASK", 0o022)
+        for text in agent_arguments(spec, _LISTEN_FD, range(_LISTEN_FD + 1, _LISTEN_FD + 1 + len(work))):
+            plan.add("ARG", text)
+        for text in environment(spec):
+            plan.add("ENV", text)
+        plan.add("SECCOMP", plan.fd(self.context.filter_fd(spec.seccomp)))
+        plan.add("EXEC_FD", plan.fd(self.context.agent_fd()))
+        return plan
+
+    def _add_root(self, plan: Plan, spec: StartSpec) -> None:
+        root, files, identity = self.context.root, spec.root, spec.identity
+        stage = f"{STAGE}/stage" if root else STAGE
+        first = (identity.host_uid(0), identity.host_uid(0)) if root else (NOBODY, NOBODY)
+        disk = files.disk
+        if disk.kind == "tmpfs":
+            options = f"size={disk.size},nr_inodes={disk.inodes},mode=0700"
+            plan.add("MOUNT", "disk", stage, "tmpfs", MS_NOSUID | MS_NODEV, options)
+        else:
+            assert disk.image is not None
+            plan.add("LOOP", disk.image, stage, "ext4", MS_NOSUID | MS_NODEV)
+        plan.add("MKDIR", f"{stage}/upper", 0o755, *first)
+        plan.add("MKDIR", f"{stage}/work", 0o700, NOBODY, NOBODY)
+        plan.add("MKDIR", f"{stage}/root", 0o700, NOBODY, NOBODY)
+        lowers = []
+        for index, lower in enumerate(files.lowers):
+            if not root:
+                lowers.append(_escaped(lower))
+                continue
+            plan.add("MKDIR", f"{stage}/l{index}", 0o700, NOBODY, NOBODY)
+            plan.add("BIND", lower, f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
+            lowers.append(f"{stage}/l{index}")
+        options = f"lowerdir={':'.join(lowers)},upperdir={stage}/upper,workdir={stage}/work"
+        plan.add("MOUNT", "root", f"{stage}/root", "overlay", MS_NOSUID | MS_NODEV, options + ("" if root else ",userxattr"))
+        plan.add("PIVOT", f"{stage}/root")
+        if root:
+            plan.add("OWNER", *first)
+        for bind in files.binds:
+            plan.add("BIND", bind.source, bind.target, _bind_flags(bind))
+        plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
+        plan.extend(_devices(root))
+        shm = max(SHM_SMALLEST, spec.memory // 2)
+        owner = f",uid={identity.host_uid(identity.agent_uid)},gid={identity.host_uid(identity.agent_uid)}" if root else f",uid={identity.agent_uid}"
+        plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
+        plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, f"size={SECRETS_SIZE},mode=0755{owner}")
+        plan.extend(_proc_covers(root))
+        plan.add("BIND", stage, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
+        if files.readonly:
+            for path in files.read_write:
+                plan.add("BIND", path, path, BIND_INSIDE)
+            plan.add("REMOUNT", "/", ATTR_RDONLY)
+        for path in files.read_only:
+            plan.add("READONLY", path)
+        plan.add("DETACH")
+
+
+@lru_cache(maxsize=2)
+def _devices(root: bool) -> Plan:
+    plan = Plan()
+    if root:
+        plan.add("BIND", f"{STAGE}/dev", "/dev", BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
+    else:
+        plan.add("MOUNT", "dev", "/dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=0755")
+        for name in DEVICES:
+            plan.add("BIND", f"/dev/{name}", f"/dev/{name}", BIND_DEVICES | BIND_NOEXEC | BIND_MAKE)
+        for name, target in DEVICE_LINKS.items():
+            plan.add("SYMLINK", target, f"/dev/{name}")
+        for name in ("pts", "shm"):
+            plan.add("MKDIR", f"/dev/{name}", 0o755, NOBODY, NOBODY)
+        plan.add("REMOUNT", "/dev", ATTR_RDONLY)
+    plan.add(
+        "MOUNT", "devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC,
+        f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}",
+    )  # fmt: skip
+    return plan
+
+
+@lru_cache(maxsize=2)
+def _proc_covers(root: bool) -> Plan:
+    plan = Plan()
+    if not root and os.path.exists("/proc/sys/user/max_user_namespaces"):
+        plan.add("WRITE", "/proc/sys/user/max_user_namespaces", "0")  # as root USERNS does it
+    for path in MASKED:
+        if os.path.lexists(path):
+            plan.add("MASK", path)
+    for path in READ_ONLY:
+        plan.add("READONLY", path)
+    return plan
+
+
+def add_cgroups(plan: Plan, spec: StartSpec, opened: list[int]) -> list[int]:
+    """The steps that put the child into its cgroups; returns the workload's opened ``cgroup.procs``."""
+    into = spec.cgroup.v2_fd_path
+    try:
+        if into is not None:
+            opened.append(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            plan.add("INTO_CGROUP", plan.fd(opened[-1]))
+        for path in spec.cgroup.agent:
+            if into is None or os.path.dirname(path) != into:
+                opened.append(_open_tasks(path))
+                plan.add("CGROUP_JOIN", plan.fd(opened[-1]))
+        work = [_open_tasks(path) for path in spec.cgroup.work]
+    except OSError as error:
+        raise StartFailed(
+            f"a cgroup can't be opened: {error.filename}: {error.strerror}", step="cgroup_join", errno=str(error.errno)
+        ) from error
+    opened.extend(work)
+    return work
+
+
+def _open_tasks(path: str) -> int:
+    # Version 1 moves a single thread that names itself in `tasks` without the lock over all threads.
+    with_tasks = path.removesuffix("cgroup.procs") + "tasks"
+    try:
+        return os.open(with_tasks, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def add_limits(plan: Plan, spec: StartSpec) -> None:
+    """The resource limits of every process of the wall."""
+    for _name, number, value in _CPU_RESOURCES:
+        plan.add("RLIMIT", number, value, value)
+    plan.add("RLIMIT", _NOFILE, spec.max_open_files, spec.max_open_files)
+    if not spec.cgroup.agent:
+        # Counted in the sandbox's own user namespace; the agent and its file helpers are in it too.
+        plan.add("RLIMIT", _NPROC, spec.max_processes + 64, spec.max_processes + 64)
+
+
+def _bind_flags(bind: Bind) -> int:
+    return (BIND_READONLY if bind.read_only else 0) | (BIND_IDMAP if bind.idmapped else 0) | BIND_MAKE
+
+
+def _maps(identity: Identity) -> bytes:
+    users = [(line.inside, line.outside, line.count) for line in identity.maps]
+    groups = [(line.inside, line.outside, line.count) for line in identity.gid_maps or identity.maps]
+    return id_maps(users, groups)
+
+
+def _escaped(path: str) -> str:
+    if "\n" in path:
+        raise InvalidRequest(f"a layer's path has a line break: {path!r}")
+    return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
+
+
+def _forget(folder: str) -> None:
+    for name in (sockets.NAME, EXIT_FILE):
+        try:
+            os.unlink(os.path.join(folder, name))
+        except OSError:
+            continue

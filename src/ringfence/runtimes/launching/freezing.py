@@ -1,0 +1,77 @@
+"""Pausing a wall through the freezer of its cgroup, version 1 or 2."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+
+from ringfence.model.errors import DeadlineExceeded, Unsupported
+
+TIMEOUT = 5.0  # seconds until every process must be frozen
+
+
+def _switch(procs: Iterable[str]) -> tuple[str, str, str] | None:
+    """(file, word to freeze, word to let go) of a sandbox's cgroups."""
+    for path in procs:
+        folder = os.path.dirname(path)
+        if os.path.exists(f"{folder}/freezer.state"):
+            return f"{folder}/freezer.state", "FROZEN", "THAWED"
+        # Version 2: agent and workload are siblings, so their parent is frozen.
+        parent = os.path.dirname(folder) if os.path.basename(folder) in ("agent", "work") else folder
+        if os.path.exists(f"{parent}/cgroup.freeze"):
+            return f"{parent}/cgroup.freeze", "1", "0"
+    return None
+
+
+def _write(path: str, word: str) -> None:
+    with open(path, "w") as file:
+        file.write(word)
+
+
+def _reached(path: str, frozen: bool) -> bool:
+    if path.endswith("freezer.state"):
+        with open(path) as file:
+            return file.read().strip() == ("FROZEN" if frozen else "THAWED")
+    with open(path.removesuffix("cgroup.freeze") + "cgroup.events") as file:
+        return f"frozen {int(frozen)}" in file.read()
+
+
+async def freeze(procs: Iterable[str], *, frozen: bool) -> None:
+    """Freeze or let go; return when the kernel says it is done.
+
+    Raises:
+        Unsupported: there is no freezer.
+        DeadlineExceeded: some process can't be frozen (it waits for a disk); all run again.
+    """
+    switch = _switch(procs)
+    if switch is None:
+        raise Unsupported(
+            "the sandbox has no cgroup that can be frozen",
+            hint="run as root, or delegate a cgroup to this user",
+            capability="pause",
+        )
+    path, on, off = switch
+    try:
+        _write(path, on if frozen else off)
+        deadline, pause = time.monotonic() + TIMEOUT, 0.0005
+        while not _reached(path, frozen):
+            if time.monotonic() > deadline:
+                _write(path, off)
+                raise DeadlineExceeded("a process of the sandbox can't be frozen", hint="try again later")
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.05)
+    except OSError as error:
+        raise Unsupported(
+            f"the freezer can't be used: {error.strerror}", hint="run as root", capability="pause"
+        ) from error
+
+
+def thaw(procs: Iterable[str]) -> None:
+    """Let go if it is frozen; does nothing where there is no freezer."""
+    switch = _switch(procs)
+    if switch is not None:
+        with contextlib.suppress(OSError):
+            _write(switch[0], switch[2])

@@ -1,0 +1,56 @@
+"""The agent's socket: a listening unix socket in the sandbox's folder, outside the sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+NAME = "guest.sock"
+BACKLOG = 64
+
+
+@contextlib.contextmanager
+def _short_path(folder: str) -> object:  # type: ignore[misc]
+    """A path of the socket that fits a ``sockaddr`` (107 bytes), whatever the folder is called."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{NAME}"
+    finally:
+        os.close(descriptor)
+
+
+def listener(folder: str) -> socket.socket:
+    """A new listening socket at ``folder/guest.sock``, mode 0600; an old one there is replaced.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        with _short_path(folder) as path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            sock.bind(path)
+            os.chmod(path, 0o600)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def dial(folder: str) -> socket.socket:
+    """A non-blocking connection to the agent that listens in ``folder``.
+
+    Raises:
+        OSError: nobody listens, or its backlog is full (``BlockingIOError``).
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        with _short_path(folder) as path:
+            sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
