@@ -6,11 +6,11 @@ import asyncio
 import signal as _signal
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ringfence.guest import processes
 from ringfence.guest.fields import Value, encode
-from ringfence.guest.processes import GuestProcess, ProcessList, ProcessSpec
+from ringfence.guest.processes import GuestProcess, ProcessSpec
 from ringfence.guest.wire import REQUEST_TIMEOUT, Wire
 from ringfence.model.errors import GuestError, InvalidRequest
 from ringfence.model.ids import new_id
@@ -18,21 +18,11 @@ from ringfence.model.ids import new_id
 if TYPE_CHECKING:
     from ringfence.guest.files import GuestFiles
     from ringfence.guest.ports import GuestListener, GuestStream
+    from ringfence.guest.reports import GuestStats, ProcessList
 
 _START, _ATTACH, _SIGNAL, _LIST, _REMOVE = 1, 2, 3, 4, 6
 _DIAL, _LISTEN, _BIND, _STATS, _QUIESCE, _SHUTDOWN = 32, 33, 48, 49, 50, 51
 _NO_OUTPUT = 1  # flag of process.attach
-
-
-class GuestStats(NamedTuple):
-    """What the guest says about itself. Reported, never measured."""
-
-    processes: int
-    resident_bytes: int
-    load: float
-    uptime: float  # seconds
-    channels: int
-    links: int
 
 
 class GuestLink:
@@ -223,7 +213,9 @@ class GuestLink:
 
     async def processes(self) -> ProcessList:
         """The commands that the guest knows: running, and ended until removed (at most 512)."""
-        return processes.parse_list(await self._wire.request(_LIST, [], "list processes"))
+        from ringfence.guest.reports import parse_list
+
+        return parse_list(await self._wire.request(_LIST, [], "list processes"))
 
     async def remove(self, number: str) -> None:
         """Forget an ended command and its output.
@@ -305,15 +297,10 @@ class GuestLink:
 
     async def stats(self) -> GuestStats:
         """What the guest says about itself."""
+        from ringfence.guest.reports import parse_stats
+
         reply = await self._wire.request(_STATS, [], "stats")
-        return GuestStats(
-            reply.number(1, 0),
-            reply.number(2, 0),
-            reply.number(3, 0) / 1000,
-            reply.number(4, 0) / 1e9,
-            reply.number(5, 0),
-            reply.number(6, 0),
-        )
+        return parse_stats(reply)
 
     async def quiesce(self, deadline: float = 5.0) -> int:
         """Prepare for a snapshot; the guest closes every link after its answer.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ringfence.guest.channels import DEFAULT_WINDOW, Channel
-from ringfence.guest.fields import Fields, Value, clean, decode
+from ringfence.guest.fields import Fields, Value, clean
 from ringfence.guest.frames import MAX_OFFSET
 from ringfence.model.errors import GuestRefused, InvalidRequest, ProtocolViolation
 
@@ -125,26 +125,6 @@ class ProcessExit(NamedTuple):
     def status(self) -> int:
         """What a shell would show: the code, or 128 + signal."""
         return 128 + self.signal if self.signal is not None else self.code or 0
-
-
-class ProcessInfo(NamedTuple):
-    """One row of the guest's table of commands. ``state`` is running, exited or killed."""
-
-    id: str
-    pid: int
-    state: str
-    code: int | None
-    signal: int | None
-    stdout: int
-    stderr: int
-    argv0: str
-    started_ns: int
-
-
-class ProcessList(list[ProcessInfo]):
-    """The table; ``truncated`` when the guest had more than fits in an answer."""
-
-    truncated = False
 
 
 class GuestProcess:
@@ -322,13 +302,18 @@ class GuestProcess:
         await self.close()
 
 
+def is_id(number: str) -> bool:
+    """Whether the protocol allows it as a process id."""
+    return 1 <= len(number) <= 64 and _ID_CHARACTERS.issuperset(number)
+
+
 def check_id(number: str) -> str:
     """A process id that the protocol allows.
 
     Raises:
         InvalidRequest: it is none.
     """
-    if not 1 <= len(number) <= 64 or not _ID_CHARACTERS.issuperset(number):
+    if not is_id(number):
         raise InvalidRequest(f"process id {number!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
     return number
 
@@ -344,34 +329,3 @@ def check_window(window: int | None) -> int:
     if not 1 <= window <= MOST_RING:
         raise InvalidRequest(f"a window of {window} bytes; 1 to {MOST_RING} are possible")
     return window
-
-
-def parse_list(reply: Fields) -> ProcessList:
-    """The answer to process.list.
-
-    Raises:
-        ProtocolViolation: a record that can't be.
-    """
-    found = ProcessList()
-    found.truncated = 2 in reply
-    for raw in reply.all(1):
-        record = decode(raw)
-        number = record.text(1, limit=64)
-        if not number or not _ID_CHARACTERS.issuperset(number):
-            raise ProtocolViolation("a process with an impossible id")
-        state = record.number(3, most=2)
-        ended = record.number(4, 0, most=255)
-        found.append(
-            ProcessInfo(
-                number,
-                record.number(2),
-                ("running", "exited", "killed")[state],
-                ended if state == 1 else None,
-                ended if state == 2 else None,
-                record.number(5, 0),
-                record.number(6, 0),
-                record.text(7, "", limit=256),
-                record.number(8, 0),
-            )
-        )
-    return found
