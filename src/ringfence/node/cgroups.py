@@ -24,7 +24,6 @@ import os
 import signal
 from dataclasses import dataclass, field
 
-from ringfence.model.errors import HostLimit
 from ringfence.node.troubles import host_limit
 from ringfence.runtimes.contract import CgroupPlace
 
@@ -278,6 +277,23 @@ class Group:
         nano = _number(f"{base}/cpuacct.usage") if base else None
         return None if nano is None else nano / 1e9
 
+    def outside(self, pid: int) -> list[str]:
+        """Limits (memory, pids, cpu) whose group the process is *not* in: read, not assumed."""
+        try:
+            with open(f"/proc/{pid}/cgroup") as file:
+                lines = [line.rstrip("\n").split(":", 2) for line in file]
+        except OSError:
+            return []
+        inside = {
+            name
+            for _, names, path in lines
+            for name in (names.split(",") if names else ["unified"])
+            if f"/{NAME}/{self.name}" in path
+        }
+        if self._owner.mode == "v2":
+            inside = set(self._controllers) if "unified" in inside else set()
+        return [name for name in ("memory", "pids", "cpu") if name in self._base and name not in inside]
+
     def processes(self) -> list[int]:
         """Host pids of every member."""
         for controller in ("unified", "pids", "memory", *self._controllers):
@@ -519,6 +535,3 @@ def _counter(path: str, name: str) -> int | None:
     except OSError:
         pass
     return None
-
-
-__all__ = ["Cgroups", "Group", "GroupLimits", "HostLimit", "detect"]

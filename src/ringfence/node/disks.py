@@ -97,7 +97,8 @@ def _formatted(state: StateRoot, size: int, inodes: int) -> Path:
         # No journal: nothing outlives the wall. No reserved blocks: its user is not root.
         command = [
             program, "-q", "-F", "-m", "0", "-b", "4096", "-N", str(inodes),
-            "-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard,root_owner=0:0", str(work),
+            "-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard,root_owner=0:0",
+            str(work),
         ]  # fmt: skip
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
         if done.returncode != 0:

@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -113,15 +114,9 @@ class StateRoot:
             os.unlink(self.nodes / name)
         os.close(lock)
 
-    def is_alive(self, name: str) -> bool:
-        """Whether that node process lives. Our own name is alive."""
-        if name == self.owner:
-            return True
-        lock = _try_lock(self.nodes / name)
-        if lock is None:
-            return (self.nodes / name).exists()
-        os.close(lock)
-        return False
+    def knows(self, name: str) -> bool:
+        """Whether that node lives, or is dead and not buried yet."""
+        return bool(name) and (self.nodes / name).exists()
 
     def close(self, *, leave: bool = False) -> None:
         """Give the lock back. ``leave``: sandboxes of ours live on, so the next node shall look for them."""
@@ -190,3 +185,23 @@ def _try_lock(path: Path) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a sandbox's folder. Few files: no walk unless there is more than expected.
+
+    Raises:
+        HostLimit: it can't be removed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise host_limit(error, f"remove {folder}") from error

@@ -108,7 +108,7 @@ class HostTemplate:
         """
         skeleton = self.skeleton(user)
         binds = [*system_binds()]
-        lowers = (skeleton,)
+        lowers: tuple[str, ...] = (skeleton,)
         extra = [p for p in (*files.read_write, *files.read_only) if not os.path.lexists(skeleton + p)]
         if files.mounts or extra:
             for path in (*files.read_write, *files.read_only):

@@ -1,0 +1,445 @@
+"""One living sandbox, as its node sees it: links, commands, limits, the cause of its end, its removal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import os
+import signal
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ringfence.guest.link import GuestLink
+from ringfence.guest.processes import GuestProcess, Output, ProcessExit, ProcessSpec
+from ringfence.model.errors import (
+    GuestRefused,
+    LinkLost,
+    RingfenceError,
+    Unsupported,
+    WrongState,
+)
+from ringfence.model.levels import Cause
+from ringfence.model.sandbox import EffectiveBoundary, End, SandboxRequest, Usage
+from ringfence.node import supervising
+from ringfence.node.cgroups import Group
+from ringfence.node.journal import ENDING, Journal
+from ringfence.node.state import birth_of
+from ringfence.node.supervising import Supervisor
+from ringfence.runtimes.contract import Exit, Handle, Layered, RootFs, Runtime
+
+if TYPE_CHECKING:
+    from ringfence.node.changes import Changes
+
+KILL_TIME = 5.0  # seconds for a killed wall to be gone before its driver is told to destroy it
+REDIALS = 3  # links that may be lost during one run before we believe it
+OnOutput = Callable[[Output], Awaitable[None] | None]
+
+
+class RunResult(NamedTuple):
+    """How a command ended, and what the sandbox had taken by then."""
+
+    end: End
+    usage: Usage
+
+
+class NodeProcess:
+    """A command whose output counts towards the sandbox's output limit. Otherwise a :class:`GuestProcess`."""
+
+    def __init__(self, process: GuestProcess, supervisor: Supervisor) -> None:
+        self.guest = process
+        self.signals: set[int] = set()  # sent to it through us
+        self._supervisor = supervisor
+
+    @property
+    def id(self) -> str:
+        """Its id: attach to it later by this."""
+        return self.guest.id
+
+    @property
+    def pid(self) -> int:
+        """Its process id inside (reported)."""
+        return self.guest.pid
+
+    @property
+    def exit(self) -> ProcessExit | None:
+        """How it ended, or None (reported)."""
+        return self.guest.exit
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """Positions in stdout and stderr after what was delivered."""
+        return self.guest.offsets
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        async for output in self.guest:
+            size = len(output.data)
+            kept = self._supervisor.count_output(size)
+            if kept == size:
+                yield output
+            elif kept:
+                yield output._replace(data=output.data[:kept])
+
+    async def wait(self) -> ProcessExit:
+        """See :meth:`GuestProcess.wait`."""
+        return await self.guest.wait()
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See :meth:`GuestProcess.write`."""
+        await self.guest.write(data)
+
+    async def close_stdin(self) -> None:
+        """See :meth:`GuestProcess.close_stdin`."""
+        await self.guest.close_stdin()
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """See :meth:`GuestProcess.resize`."""
+        await self.guest.resize(rows, columns)
+
+    async def signal(self, number: int, scope: str = "group") -> None:
+        """See :meth:`GuestProcess.signal`. An end by this signal has the cause ``killed``."""
+        self.signals.add(int(number))
+        await self.guest.signal(number, scope)
+
+    async def close(self) -> None:
+        """See :meth:`GuestProcess.close`."""
+        await self.guest.close()
+
+
+class NodeSandbox:
+    """A started sandbox. Made by :meth:`Node.create` or adopted by :meth:`Node.recover`.
+
+    ``ended`` resolves, never fails, when the wall is gone. ``started_at`` and ``deadline`` are seconds since
+    the epoch, for people; the deadline is kept on a clock that nobody can set.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        request: SandboxRequest,
+        handle: Handle,
+        root: RootFs,
+        group: Group,
+        supervisor_watched: supervising.Watched,
+        *,
+        journal: Journal,
+        limits: dict[str, str],
+        notes: tuple[str, ...],
+        release: Callable[[NodeSandbox], Awaitable[None]],
+        started_at: float,
+    ) -> None:
+        self.id = handle.id
+        self.request = request
+        self.handle = handle
+        self.runtime = runtime
+        self.root = root
+        self.group = group
+        self.journal = journal
+        self.notes = notes
+        self.started_at = started_at
+        self.deadline = started_at + request.policy.door.limits.timeout
+        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.supervisor = Supervisor(handle, group, supervisor_watched, before_kill=self._keep_upper)
+        self._limits = limits
+        self._release = release
+        self._started = supervising.now() - max(0.0, time.time() - started_at)
+        self._upper: int | None = None
+        self._link: GuestLink | None = None
+        self._linking = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self._destroying: asyncio.Task[None] | None = None
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """How each limit is enforced here (see :class:`EffectiveBoundary`)."""
+        return dict(self._limits)
+
+    def watch(self) -> None:
+        """Begin to hold it to its limits."""
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self.supervisor.start()
+
+    # -- the wall
+
+    async def boundary(self) -> EffectiveBoundary:
+        """The effective boundary, measured on the living wall, with the node's limits and notes.
+
+        Raises:
+            WrongState: the wall has ended.
+        """
+        self._check_alive()
+        measured = await self.runtime.measure(self.handle)
+        limits = dict(self._limits)
+        missing = self.group.outside(self.handle.pid)
+        if missing:  # the driver did not put it where it should: say what is, not what should be
+            limits.update({name: "none" for name in missing if name in limits})
+        return dataclasses.replace(measured, limits=limits, notes=(*measured.notes, *self.notes))
+
+    async def usage(self) -> Usage:
+        """What it took so far, or had taken when it ended."""
+        return self._usage()
+
+    def _usage(self) -> Usage:
+        peak = self.group.memory_peak()
+        return Usage(
+            cpu_seconds=self.supervisor.cpu_seconds(),
+            memory_peak=peak if peak is not None else self.supervisor.memory_peak or None,
+            output_bytes=self.supervisor.output,
+            wall_seconds=supervising.now() - self._started,
+        )
+
+    async def changes(self) -> Changes:
+        """Files that were added, modified and deleted. Also after the end, until :meth:`destroy`.
+
+        Raises:
+            Unsupported: the runtime has no place to read them from.
+            WrongState: the wall has ended and its layer is gone with it.
+        """
+        return await asyncio.to_thread(self._changes)
+
+    def _changes(self) -> Changes:
+        from ringfence.node import changes
+
+        if isinstance(self.runtime, Layered) and self.runtime.capabilities().overlay:
+            self._keep_upper()
+            if self._upper is None:
+                raise WrongState(f"the files of {self.id} are gone with its wall")
+            return changes.of_upper(self._upper, self.root.lowers)
+        try:
+            top = os.open(f"/proc/{self.handle.pid}/root", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WrongState(f"the files of {self.id} are gone with its wall") from error
+        try:
+            if birth_of(self.handle.pid) != self.handle.birth:
+                raise WrongState(f"the files of {self.id} are gone with its wall")
+            if os.path.samestat(os.fstat(top), os.stat("/")):
+                raise Unsupported(
+                    f"runtime {self.runtime.name} shows the host's own files: changes can't be told apart",
+                    capability="overlay",
+                )
+            return changes.of_folders(top, self.root.writable, self.root.lowers)
+        finally:
+            os.close(top)
+
+    def _keep_upper(self) -> None:
+        if self._upper is None and isinstance(self.runtime, Layered) and not self.ended.done():
+            with contextlib.suppress(OSError, RingfenceError):
+                self._upper = self.runtime.open_upper(self.handle)
+
+    # -- commands
+
+    async def link(self) -> GuestLink:
+        """The node's own link to the guest agent; a lost one is dialled anew.
+
+        Raises:
+            LinkLost: the wall has ended, or the agent does not answer.
+        """
+        if self._link is not None and self._link.failure is None:
+            return self._link
+        async with self._linking:
+            if self._link is None or self._link.failure is not None:
+                self._link = await self.new_link("control")
+            return self._link
+
+    async def new_link(self, role: str = "stream") -> GuestLink:
+        """A link of the caller's own, who closes it."""
+        if self.ended.done():
+            raise LinkLost(f"sandbox {self.id} has ended: {self.ended.result().cause.value}")
+        return await GuestLink.open(await self.runtime.connect(self.handle), role)
+
+    async def start(self, spec: ProcessSpec) -> NodeProcess:
+        """Start a command and leave it to the caller. Its output counts.
+
+        Raises:
+            GuestRefused: the errno of the step that failed (no such program …).
+            LinkLost: the wall has ended.
+        """
+        link = await self.link()
+        return NodeProcess(await link.start(spec), self.supervisor)
+
+    async def run(
+        self,
+        spec: ProcessSpec,
+        on_output: OnOutput | None = None,
+        stdin: bytes | AsyncIterable[bytes] | None = None,
+        on_start: Callable[[NodeProcess], object] | None = None,
+    ) -> RunResult:
+        """Run a command to its end. A link that is lost meanwhile is dialled anew and goes on by offset.
+
+        Args:
+            spec: the command.
+            on_output: called with each piece of output, and awaited if it is a coroutine function (it may
+                be slow: the command waits).
+            stdin: what to feed it; then its input is closed.
+            on_start: called with the running command, for signals and terminal sizes.
+
+        Raises:
+            GuestRefused: it could not be started; the errno says why.
+            LinkLost: the agent does not answer although the wall stands.
+        """
+        if stdin is not None and not spec.stdin and not spec.pty:
+            spec = dataclasses.replace(spec, stdin=True)
+        kills = self.supervisor.oom_kills()
+        try:
+            process = await self.start(spec)
+        except LinkLost:
+            ended = await self._ended_soon()
+            if ended is None:
+                raise
+            return RunResult(ended, self._usage())
+        if on_start is not None:
+            on_start(process)
+        feeder = asyncio.ensure_future(_feed(process, stdin)) if stdin is not None else None
+        try:
+            end = await self._follow(process, on_output, kills)
+        except BaseException:
+            # Whoever waits no longer (Ctrl-C, a deadline of the caller's) does not want it to run on either.
+            with contextlib.suppress(RingfenceError, asyncio.CancelledError):
+                await asyncio.wait_for(process.signal(signal.SIGKILL), 1.0)
+            raise
+        finally:
+            if feeder is not None:
+                feeder.cancel()
+                await asyncio.gather(feeder, return_exceptions=True)
+        return RunResult(end, self._usage())
+
+    async def _follow(self, process: NodeProcess, on_output: OnOutput | None, kills: int) -> End:
+        lost = 0
+        while True:
+            try:
+                async for output in process:
+                    if on_output is not None:
+                        answer = on_output(output)
+                        if inspect.isawaitable(answer):
+                            await answer
+                exited = await process.wait()
+                break
+            except LinkLost:
+                ended = await self._ended_soon()
+                if ended is not None:
+                    return ended
+                lost += 1
+                if lost > REDIALS:
+                    raise
+                link = await self.link()
+                process.guest = await link.attach(process.id, *process.offsets)
+        if self.supervisor.cause is not None:
+            return await self._verdict()
+        return self._end_of(exited, process, kills)
+
+    def _end_of(self, exited: ProcessExit, process: NodeProcess, kills: int) -> End:
+        killed = self.supervisor.oom_kills() - kills
+        if killed > 0 and exited.status == 128 + signal.SIGKILL:
+            limit = self.request.policy.wall.resources.memory
+            return End(Cause.OUT_OF_MEMORY, 137, f"memory limit of {limit} bytes", reported=False)
+        detail = f"{killed} of its processes were killed for memory" if killed > 0 else ""
+        if exited.signal is None:
+            return End(Cause.EXITED, exited.status, detail)
+        cause = Cause.KILLED if exited.signal in process.signals else Cause.SIGNALED
+        return End(cause, exited.status, detail or _signal_name(exited.signal))
+
+    # -- the end
+
+    async def stop(self, grace: float = 5.0) -> End:
+        """Ask everything inside to end, kill the wall after ``grace`` seconds. Idempotent."""
+        if not self.ended.done():
+            if self.supervisor.cause is None:
+                self.supervisor.cause, self.supervisor.detail = Cause.KILLED, "stopped"
+            self._keep_upper()
+            await self.runtime.stop(self.handle, grace)
+        return await self._verdict()
+
+    async def destroy(self) -> None:
+        """Kill it whatever its state, and remove every trace. Idempotent; finishes even if cancelled.
+
+        Raises:
+            HostLimit: something can't be removed; the next node that opens the state root tries again.
+        """
+        if self._destroying is None:
+            self._destroying = asyncio.get_running_loop().create_task(self._destroy())
+        await asyncio.shield(self._destroying)
+
+    async def _destroy(self) -> None:
+        self.journal.append({"state": ENDING})
+        supervisor = self.supervisor
+        supervisor.stop()
+        if supervisor.cause is None and not self.ended.done():
+            supervisor.cause, supervisor.detail = Cause.KILLED, "destroyed"
+        if self._link is not None:
+            await self._link.close()
+        if self._upper is not None:
+            os.close(self._upper)
+            self._upper = None
+        await self.runtime.destroy(self.handle)
+        if self._watcher is not None:
+            if not self.ended.done():
+                self.ended.set_result(supervisor.verdict(Exit()))
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+        await self._release(self)
+
+    async def detach(self) -> None:
+        """Let go of a kept sandbox: it lives on, and the next node adopts it."""
+        self.supervisor.stop()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+        if self._link is not None:
+            await self._link.close()
+        if self._upper is not None:
+            os.close(self._upper)
+            self._upper = None
+        self.journal.close()
+
+    async def _watch(self) -> None:
+        try:
+            ended = await self.runtime.wait(self.handle)
+        except RingfenceError:
+            ended = Exit()
+        self.supervisor.stop()
+        if not self.ended.done():
+            self.ended.set_result(self.supervisor.verdict(ended))
+
+    async def _verdict(self) -> End:
+        """The end of a wall that was told to die."""
+        done, _ = await asyncio.wait({self.ended}, timeout=KILL_TIME)
+        if not done:
+            # Killing was not enough (a runtime of many processes): the driver knows how.
+            with contextlib.suppress(RingfenceError):
+                await self.runtime.destroy(self.handle)
+            if not self.ended.done():
+                self.ended.set_result(self.supervisor.verdict(Exit()))
+        return self.ended.result()
+
+    async def _ended_soon(self) -> End | None:
+        """The end, if the wall is gone: the link breaks a moment before its death is reported."""
+        if self.supervisor.cause is not None:
+            return await self._verdict()
+        await asyncio.wait({self.ended}, timeout=1.0)
+        return self.ended.result() if self.ended.done() else None
+
+    def _check_alive(self) -> None:
+        if self.ended.done():
+            raise WrongState(f"sandbox {self.id} has ended: {self.ended.result().cause.value}")
+
+
+async def _feed(process: NodeProcess, stdin: bytes | AsyncIterable[bytes]) -> None:
+    # A command need not read its input: that it closed it, or ended, is no error.
+    with contextlib.suppress(GuestRefused, LinkLost, WrongState):
+        if isinstance(stdin, bytes):
+            await process.write(stdin)
+        else:
+            async for data in stdin:
+                await process.write(data)
+        await process.close_stdin()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,480 @@
+"""The node service: creates sandboxes, finds them again after a crash, removes what the dead left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ringfence.model.errors import (
+    HostLimit,
+    InvalidRequest,
+    NotFound,
+    RingfenceError,
+    RuntimeUnavailable,
+    StartFailed,
+)
+from ringfence.model.ids import new_id
+from ringfence.model.policy import Policy
+from ringfence.model.sandbox import SandboxRequest
+from ringfence.node import cgroups, disks, identities, requests, supervising
+from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json
+from ringfence.node.sandboxes import NodeSandbox
+from ringfence.node.selecting import Rejected, candidates, none_left, unknown
+from ringfence.node.state import StateRoot, boot_id, remove_folder
+from ringfence.node.supervising import Watched
+from ringfence.node.templates import HostTemplate
+from ringfence.node.troubles import host_limit
+from ringfence.runtimes.contract import Capabilities, Disk, Handle, Probe, RootFs, Runtime, StartSpec
+
+if TYPE_CHECKING:
+    from ringfence.runtimes.context import RuntimeContext
+
+CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
+
+
+class _Made:
+    """What a start has made so far, for the undoing."""
+
+    __slots__ = ("folder", "group", "handle", "journal", "name", "range")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.folder: Path | None = None
+        self.range: int | None = None
+        self.journal: Journal | None = None
+        self.group: cgroups.Group | None = None
+        self.handle: Handle | None = None
+
+
+class Node:
+    """One node process's view of the state root. Open with :meth:`open`, end with :meth:`close`::
+
+        async with await Node.open() as node:
+            sandbox = await node.create(SandboxRequest())
+            result = await sandbox.run(ProcessSpec(("true",)))
+            await sandbox.destroy()
+
+    Several nodes, in this process or others, may have the same state root open.
+    """
+
+    def __init__(self, state: StateRoot) -> None:
+        self.state = state
+        self.root = os.geteuid() == 0
+        self.cgroups = cgroups.detect()
+        self.boot = boot_id()
+        self.template = HostTemplate(state)
+        self.ranges = identities.Ranges(state.ranges, state.owner)
+        self._context: RuntimeContext | None = None
+        self._opening = asyncio.Lock()
+        self._runtimes: dict[str, Runtime] = {}
+        self._proved: set[str] = set()  # runtimes that have started a wall
+        self._sandboxes: dict[str, NodeSandbox] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.leftovers = ""  # what of a dead node could not be removed at the opening
+
+    @classmethod
+    async def open(cls, state: Path | str | None = None, *, adopt: bool = True) -> Self:
+        """Open the state root (default: see ``state.default_root``) and clean up after dead nodes.
+
+        ``adopt``: take over kept sandboxes whose node is gone (a service does; a single ``run`` needn't).
+
+        Raises:
+            HostLimit: the state root can't be used; the message says why and what to do.
+        """
+        node = cls(StateRoot.open(state))
+        try:
+            await node.recover(adopt=adopt)
+        except RingfenceError as error:
+            node.leftovers = error.message  # what a dead node left must not keep this one from working
+        except BaseException:
+            await node.close()
+            raise
+        return node
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- runtimes
+
+    async def context(self) -> RuntimeContext:
+        """What drivers work with: the launcher, the agent. Started on first use."""
+        async with self._opening:
+            if self._context is None:
+                from ringfence.runtimes.context import RuntimeContext
+
+                self._context = await RuntimeContext.open(root=self.root)
+            return self._context
+
+    def names(self) -> list[str]:
+        """Every runtime known on this host, built-in ones first."""
+        from ringfence.runtimes import registry
+
+        return list(registry.names())
+
+    async def runtime(self, name: str) -> Runtime:
+        """A driver by name.
+
+        Raises:
+            NotFound: nobody knows it; the hint lists those that are known.
+            RuntimeUnavailable: it can't be loaded.
+        """
+        return self._load(name, await self.context())
+
+    def _load(self, name: str, context: RuntimeContext) -> Runtime:
+        if name not in self._runtimes:
+            from ringfence.runtimes import registry
+
+            if name not in registry.names():
+                raise unknown(name, self.names())
+            self._runtimes[name] = registry.load(name, context)
+        return self._runtimes[name]
+
+    async def select(self, policy: Policy) -> str:
+        """The name of the runtime that :meth:`create` would try first for this policy.
+
+        Raises:
+            NotFound, RuntimeUnavailable, Unsupported: as :meth:`create`.
+        """
+        context = await self.context()
+        request = SandboxRequest(policy=policy)
+        rejected: list[Rejected] = []
+        for runtime in candidates(
+            request, self.names(), lambda n: self._load(n, context), root=self.root, rejected=rejected
+        ):
+            return runtime.name
+        raise none_left(request, rejected)
+
+    async def probe_all(self) -> list[Probe]:
+        """Every runtime known, proved by running something, one after the other."""
+        return [await self.probe(name) for name in self.names()]
+
+    async def probe(self, name: str) -> Probe:
+        """One runtime, proved by running something. A driver that can't be loaded is unavailable.
+
+        Raises:
+            NotFound: nobody knows it.
+        """
+        from ringfence.model.levels import Boundary, Level
+
+        try:
+            runtime = await self.runtime(name)
+        except NotFound:
+            raise
+        except (RingfenceError, ImportError) as error:
+            hint = error.hint if isinstance(error, RingfenceError) else ""
+            return Probe(name, "unavailable", Level.L1, Boundary.NONE, reason=str(error), remedy=hint)
+        return await runtime.probe()
+
+    # -- sandboxes
+
+    async def create(self, request: SandboxRequest) -> NodeSandbox:
+        """Start a sandbox. Whatever step fails, or if the caller is cancelled, nothing is left behind.
+
+        Raises:
+            InvalidRequest: the request can't be right (impossible size, mount that does not exist …).
+            NotFound: no such runtime or template.
+            Unsupported: the runtime, or Ringfence so far, can't do what the policy asks for.
+            RuntimeUnavailable: no runtime here meets the policy.
+            StartFailed: the wall could not be built; step and errno are in the details.
+            HostLimit: the host lacks something; the hint says what to do.
+        """
+        if self._closed:
+            raise HostLimit("this node is closed", hint="open a new one")
+        requests.check(request)
+        disks.choose(request.policy.wall.resources, root=self.root)
+        context = await self.context()
+        rejected: list[Rejected] = []
+        failure: RingfenceError | None = None
+        for runtime in candidates(
+            request, self.names(), lambda n: self._load(n, context), root=self.root, rejected=rejected
+        ):
+            try:
+                sandbox = await self._create(runtime, request, rejected)
+            except (StartFailed, RuntimeUnavailable) as error:
+                # A driver that has worked before fails for a reason of this request: no other would do.
+                if runtime.name in self._proved or request.policy.wall.isolation.runtime is not None:
+                    raise
+                failure = failure or error
+                rejected.append(Rejected(runtime.name, error.message))
+                continue
+            self._proved.add(runtime.name)
+            return sandbox
+        if failure is not None:
+            raise failure
+        raise none_left(request, rejected)
+
+    async def _create(
+        self, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected]
+    ) -> NodeSandbox:
+        made = _Made(request.id or new_id("sb"))
+        try:
+            sandbox = await self._make(made, runtime, request, rejected)
+        except BaseException:
+            task = asyncio.get_running_loop().create_task(self._undo(made, runtime))
+            self._background.add(task)  # a second cancellation must not stop it; close() waits
+            task.add_done_callback(self._background.discard)
+            await asyncio.shield(task)
+            raise
+        self._sandboxes[sandbox.id] = sandbox
+        sandbox.watch()
+        return sandbox
+
+    async def _make(
+        self, made: _Made, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected]
+    ) -> NodeSandbox:
+        policy = request.policy
+        size, process = policy.wall.resources, policy.wall.process
+        made.folder = folder = self._make_folder(made.name)
+        if self.root:
+            made.range = self.ranges.take()
+        started, deadline = time.time(), supervising.now() + policy.door.limits.timeout
+        record: dict[str, Any] = {
+            "id": made.name,
+            "owner": self.state.owner,
+            "boot": self.boot,
+            "runtime": runtime.name,
+            "keep": request.keep,
+            "range": made.range,
+            "started": started,
+            "deadline": deadline,
+        }
+        if request.keep:
+            record["request"] = request_as_json(request)
+        made.journal = Journal.begin(folder, record)
+        made.group = self.cgroups.create(
+            made.name, cgroups.GroupLimits(size.memory, size.cpus, process.max_processes)
+        )
+        disk = disks.prepare(self.state, folder, size, root=self.root)
+        root = self.template.root(policy.wall.filesystem, process.user, disk, folder)
+        if made.range is None:
+            identity = identities.identity_as_user(process.user)
+        else:
+            identity = identities.identity_as_root(made.range, process.user)
+            if request.keep:
+                self.ranges.assign(made.range, made.name)
+        made.handle = await runtime.start(
+            StartSpec(
+                id=made.name,
+                folder=str(folder),
+                hostname=made.name,
+                root=root,
+                identity=identity,
+                cgroup=made.group.place(),
+                max_processes=process.max_processes,
+                max_open_files=process.max_open_files,
+                env=requests.environment(request),
+                network=policy.door.network.mode,
+                seccomp=process.seccomp,
+                ephemeral=not request.keep,
+                memory=size.memory,
+                cpus=size.cpus,
+            )
+        )
+        change: dict[str, Any] = {"state": HANDLE, "handle": handle_as_json(made.handle)}
+        if request.keep:
+            change["root"] = {"lowers": root.lowers, "writable": root.writable, "disk": disk.kind}
+        made.journal.append(change)
+        has = runtime.capabilities()
+        limits = self._limits(request, disk, has)
+        return NodeSandbox(
+            runtime,
+            request,
+            made.handle,
+            root,
+            made.group,
+            self._watched(request, deadline, limits),
+            journal=made.journal,
+            limits=limits,
+            notes=self._notes(request, rejected, has),
+            release=self._release,
+            started_at=started,
+        )
+
+    async def _undo(self, made: _Made, runtime: Runtime) -> None:
+        """Take back what a failed start had made, last first. The folder stays if something won't die."""
+        if made.handle is not None:
+            with contextlib.suppress(RingfenceError):
+                await runtime.destroy(made.handle)
+        if made.group is not None:
+            made.group.kill()
+            await _until_removed(made.group)
+        if made.journal is not None:
+            made.journal.close()
+        if made.folder is not None:
+            remove_folder(made.folder)
+        if made.range is not None:
+            self.ranges.give_back(made.range)
+
+    def _make_folder(self, name: str) -> Path:
+        folder = self.state.folder(name)
+        try:
+            os.mkdir(folder, 0o711)
+            os.chmod(folder, 0o711)  # noqa: S103 - the agent's host user passes through, and sees nothing
+        except FileExistsError:
+            raise InvalidRequest(f"there is a sandbox {name} already", hint="choose another id") from None
+        except OSError as error:
+            raise host_limit(error, f"make {folder}") from error
+        return folder
+
+    def _limits(self, request: SandboxRequest, disk: Disk, has: Capabilities) -> dict[str, str]:
+        enforced = self.cgroups.enforced()
+        if request.policy.wall.process.cpu_time is None:
+            enforced["cpu_time"] = "none"
+        return {
+            **enforced,
+            "disk": disk.kind if has.disk_limit else "none",
+            "output": "host",
+            "deadline": "host",
+        }
+
+    def _watched(self, request: SandboxRequest, deadline: float, limits: dict[str, str]) -> Watched:
+        policy = request.policy
+        return Watched(
+            deadline=deadline,
+            timeout=policy.door.limits.timeout,
+            output=policy.door.limits.output,
+            cpu_time=policy.wall.process.cpu_time,
+            memory=policy.wall.resources.memory if limits["memory"] == "polled" else None,
+        )
+
+    def _notes(self, request: SandboxRequest, rejected: list[Rejected], has: Capabilities) -> tuple[str, ...]:
+        notes = [f"not {r.name}: {r.reason}" for r in rejected]
+        if self.cgroups.reason:
+            remedy = f" ({self.cgroups.remedy})" if self.cgroups.remedy else ""
+            notes.append(f"cgroups: {self.cgroups.reason}{remedy}")
+        limits = self.cgroups.enforced()
+        if limits["memory"] == "polled":
+            notes.append(
+                "memory is looked at ten times a second: a fast eater may go over its limit for that long"
+            )
+        if limits["cpu"] == "none":
+            notes.append("no CPU share: the sandbox may use every processor")
+        if limits["pids"] == "rlimit":
+            notes.append("processes are limited by RLIMIT_NPROC, which counts by user, not by sandbox")
+        if not self.root:
+            notes.append("rootless: no disk images; files on mounts belong to you")
+        if request.policy.door.limits.idle is not None:
+            notes.append("the idle limit is not enforced yet")
+        if request.policy.wall.filesystem.root == "overlay" and not has.overlay:
+            notes.append("no overlay: only the writable folders can be written")
+        return tuple(notes)
+
+    async def _release(self, sandbox: NodeSandbox) -> None:
+        """The wall is gone: give back everything else, the folder last."""
+        self._sandboxes.pop(sandbox.id, None)
+        if sandbox.group.remove():
+            self._forget(sandbox)
+            return
+        # Dying processes keep a group busy for a moment; nobody has to wait for that but close().
+        task = asyncio.get_running_loop().create_task(self._release_later(sandbox))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _release_later(self, sandbox: NodeSandbox) -> None:
+        sandbox.group.kill()
+        await _until_removed(sandbox.group)
+        self._forget(sandbox)
+
+    def _forget(self, sandbox: NodeSandbox) -> None:
+        number = sandbox.journal.record.get("range")
+        sandbox.journal.close()
+        remove_folder(sandbox.journal.folder)
+        if isinstance(number, int):
+            self.ranges.give_back(number)
+
+    def sandboxes(self) -> list[NodeSandbox]:
+        """Sandboxes that this node holds: made or adopted here and not destroyed."""
+        return list(self._sandboxes.values())
+
+    def get(self, sandbox: str) -> NodeSandbox:
+        """A sandbox of this node by id.
+
+        Raises:
+            NotFound: this node holds none of that id.
+        """
+        try:
+            return self._sandboxes[sandbox]
+        except KeyError:
+            raise NotFound(f"no sandbox {sandbox} on this node", hint="it may have ended") from None
+
+    # -- after a crash
+
+    async def recover(self, *, adopt: bool = True) -> list[NodeSandbox]:
+        """Look for what dead nodes left: adopt kept sandboxes that live, remove everything else.
+
+        With nothing to do it costs a listing. Returns what was adopted.
+
+        Raises:
+            HostLimit: something can't be removed; the message says what.
+        """
+        dead = self.state.dead_nodes()
+        if not dead:
+            return []
+        from ringfence.node.sweeping import sweep
+
+        return await sweep(self, dead, adopt=adopt)
+
+    def adopted(self, sandbox: NodeSandbox) -> None:
+        """A sandbox of a dead node is ours now."""
+        self._sandboxes[sandbox.id] = sandbox
+        sandbox.watch()
+
+    def adoption(
+        self, runtime: Runtime, request: SandboxRequest, handle: Handle, root: RootFs, journal: Journal
+    ) -> NodeSandbox:
+        """A living kept sandbox from its journal."""
+        has = runtime.capabilities()
+        limits = self._limits(request, root.disk, has)
+        return NodeSandbox(
+            runtime,
+            request,
+            handle,
+            root,
+            self.cgroups.group(handle.id),
+            self._watched(request, float(journal.record["deadline"]), limits),
+            journal=journal,
+            limits=limits,
+            notes=self._notes(request, [], has),
+            release=self._release,
+            started_at=float(journal.record["started"]),
+        )
+
+    async def close(self) -> None:
+        """Destroy what is not kept, let go of what is, wait for the cleaning. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        kept = [s for s in self._sandboxes.values() if s.request.keep and not s.ended.done()]
+        others = [s for s in self._sandboxes.values() if s not in kept]
+        results = await asyncio.gather(*(s.destroy() for s in others), return_exceptions=True)
+        for sandbox in kept:
+            await sandbox.detach()
+        results += await asyncio.gather(*self._background, return_exceptions=True)
+        if self._context is not None:
+            await self._context.close()
+        failed = [r for r in results if isinstance(r, BaseException)]
+        self.ranges.close()
+        # With something left the name stays, unlocked: the next node to open looks after it.
+        self.state.close(leave=bool(kept or failed))
+        if failed:
+            raise failed[0]
+
+
+async def _until_removed(group: cgroups.Group) -> None:
+    deadline = time.monotonic() + CLEAN_TIME
+    delay = 0.001
+    while not group.remove():
+        if time.monotonic() > deadline:
+            raise HostLimit(
+                f"cgroup {group.name} stays busy", hint=f"its processes: {group.processes()[:10]}"
+            )
+        await asyncio.sleep(delay)
+        delay = min(delay * 2, 0.05)

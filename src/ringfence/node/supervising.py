@@ -1,0 +1,255 @@
+"""Holding a living sandbox to its limits, and knowing why it ended. All of it measured from outside.
+
+What the kernel enforces (memory, processes, CPU share, disk) needs no watching: its counters say
+afterwards what happened. Watched here are the deadline, the processor time, the output, and, where no
+cgroup was delegated, the memory. Whoever crosses a line is killed as a whole: the wall's first process dies,
+and with it, by the rules of process namespaces, everything inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringfence.model.levels import Cause
+from ringfence.model.quantities import format_duration, format_size
+from ringfence.model.sandbox import End
+from ringfence.node.cgroups import Group
+from ringfence.node.state import birth_of
+from ringfence.runtimes.contract import Exit, Handle
+
+POLL = 0.1  # seconds between two looks at memory or processor time
+SHORTEST = 0.01  # seconds between two looks at processor time close to its limit
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICK = os.sysconf("SC_CLK_TCK")
+_EXIT_CODES = {Cause.DEADLINE: 124, Cause.RUNTIME_CRASH: 125, Cause.NODE_LOST: 125}
+
+
+def now() -> float:
+    """Seconds since boot, suspend included: the clock that deadlines run on, which nobody can set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The limits that somebody has to look after. ``memory`` is None where the kernel does it."""
+
+    deadline: float  # on the clock of :func:`now`
+    timeout: float
+    output: int
+    cpu_time: float | None
+    memory: int | None
+
+
+class Supervisor:
+    """Watches one wall. ``on_end`` is called once, when the wall has ended, with the host's verdict.
+
+    ``before_kill`` runs before a kill: the last moment at which the wall can still be looked into.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        group: Group,
+        watched: Watched,
+        *,
+        before_kill: Callable[[], None],
+    ) -> None:
+        self.handle = handle
+        self.group = group
+        self.watched = watched
+        self.output = 0  # bytes delivered by the guest so far, of all commands
+        self.cause: Cause | None = None
+        self.detail = ""
+        self.memory_peak = 0  # polled
+        self._cpu_seen = 0.0
+        self._before_kill = before_kill
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._oom_before = group.oom_kills() or 0
+
+    def start(self) -> None:
+        """Arm the watches. A deadline that has passed already kills at once."""
+        self._check_deadline()
+        if self.watched.cpu_time is not None:
+            self._check_cpu()
+        if self.watched.memory is not None:
+            self._check_memory()
+
+    def stop(self) -> None:
+        """Disarm the watches."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def count_output(self, size: int) -> int:
+        """Account for bytes of output; how many of them are still within the limit.
+
+        What crosses the limit ends the sandbox.
+        """
+        left = self.watched.output - self.output
+        self.output += size
+        if size <= left:
+            return size
+        self.kill(Cause.OUTPUT_LIMIT, f"more than {format_size(self.watched.output)} of output")
+        return max(0, left)
+
+    def oom_kills(self) -> int:
+        """Processes killed for memory since this supervisor began."""
+        return (self.group.oom_kills() or 0) - self._oom_before
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time of the whole sandbox; without a cgroup what can be seen of it from outside."""
+        measured = self.group.cpu_seconds()
+        if measured is None:
+            measured = sum(cpu_of(pid) for pid in tree(self.handle.pid))
+        self._cpu_seen = max(self._cpu_seen, measured)  # an ended process tree shows nothing any more
+        return self._cpu_seen
+
+    def kill(self, cause: Cause, detail: str = "") -> None:
+        """End the sandbox now, for this cause. The first cause stands. Returns at once."""
+        if self.cause is None:
+            self.cause, self.detail = cause, detail
+            with contextlib.suppress(Exception):  # nothing may keep us from killing
+                self._before_kill()
+                self.cpu_seconds()
+        self.stop()
+        self.group.kill()
+        kill_process(self.handle)
+
+    def verdict(self, ended: Exit) -> End:
+        """Why the wall is gone."""
+        cause, detail = self.cause, self.detail
+        if cause is None:
+            how = _describe(ended)
+            if self.oom_kills() and ended.signal in (None, signal.SIGKILL):
+                cause, detail = Cause.OUT_OF_MEMORY, "the whole sandbox ran out of memory"
+            else:
+                cause, detail = (
+                    Cause.RUNTIME_CRASH,
+                    f"the sandbox's first process {how} without being asked to",
+                )
+        return End(cause, _EXIT_CODES.get(cause, 137), detail, reported=False)
+
+    def _check_deadline(self) -> None:
+        left = self.watched.deadline - now()
+        if left <= 0:
+            self.kill(Cause.DEADLINE, f"it ran for {format_duration(self.watched.timeout)}")
+            return
+        # The loop's clock stands still while the machine sleeps; ours does not: look again in time.
+        self._later("deadline", min(left, 60.0), self._check_deadline)
+
+    def _check_cpu(self) -> None:
+        limit = self.watched.cpu_time
+        assert limit is not None
+        used = self.cpu_seconds() or 0.0
+        if used >= limit:
+            self.kill(Cause.CPU_TIME, f"it used {format_duration(limit)} of processor time")
+            return
+        # It can't burn faster than all processors together.
+        self._later("cpu", max(SHORTEST, (limit - used) / (os.cpu_count() or 1)), self._check_cpu)
+
+    def _check_memory(self) -> None:
+        limit = self.watched.memory
+        assert limit is not None
+        used = memory_of(tree(self.handle.pid), limit)
+        self.memory_peak = max(self.memory_peak, used)
+        if used > limit:
+            self.kill(Cause.OUT_OF_MEMORY, f"its processes took more than {format_size(limit)}")
+            return
+        self._later("memory", POLL, self._check_memory)
+
+    def _later(self, name: str, delay: float, call: Callable[[], None]) -> None:
+        self._timers[name] = asyncio.get_running_loop().call_later(delay, call)
+
+
+def _describe(ended: Exit) -> str:
+    if ended.signal is not None:
+        try:
+            return f"was killed by {signal.Signals(ended.signal).name}"
+        except ValueError:
+            return f"was killed by signal {ended.signal}"
+    if ended.code is not None:
+        return f"exited with {ended.code}"
+    return "went away"
+
+
+def kill_process(handle: Handle) -> bool:
+    """SIGKILL the wall's first process; False if it is gone. Never hits another process of that number."""
+    try:
+        pidfd = os.pidfd_open(handle.pid)
+    except OSError:
+        return False
+    try:
+        # The descriptor holds whatever process had the number just now: is it the one we mean?
+        if birth_of(handle.pid) != handle.birth:
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def tree(root: int) -> list[int]:
+    """The process and its descendants.
+
+    In a process namespace orphans become children of its first process, so none is missed.
+    """
+    found = [root]
+    for pid in found:
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(word) for word in file.read().split()]
+    return found
+
+
+def memory_of(pids: list[int], enough: int) -> int:
+    """Bytes that these processes hold.
+
+    Shared pages count once, but as that costs, it is looked up only beyond ``enough``.
+    """
+    resident = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm") as file:
+            resident += int(file.read().split()[1]) * _PAGE
+    if resident <= enough:
+        return resident
+    total = 0
+    for pid in pids:
+        total += _proportional(pid)
+    return total
+
+
+def _proportional(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    # Not readable (it made itself undumpable): all of it counts as its own.
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * _PAGE
+    return 0
+
+
+def cpu_of(pid: int) -> float:
+    """Seconds of processor time of a process and its reaped children."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return 0.0
+    fields = text[text.rindex(b")") + 2 :].split()
+    return sum(int(fields[n]) for n in (11, 12, 13, 14)) / _TICK

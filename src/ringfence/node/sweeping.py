@@ -1,0 +1,248 @@
+"""What dead nodes left: kept sandboxes that live are adopted, everything else is taken down.
+
+Only sandboxes whose owner is dead are looked at. Every step may be repeated, for the sweeper may be killed
+too: the folder goes last, and the dead node's name after all of its folders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringfence.model.errors import HostLimit, RingfenceError
+from ringfence.model.ids import SANDBOX_ID
+from ringfence.node import disks, supervising
+from ringfence.node.journal import (
+    HANDLE,
+    Journal,
+    handle_from_json,
+    request_from_json,
+)
+from ringfence.node.sandboxes import NodeSandbox
+from ringfence.node.state import birth_of, remove_folder
+from ringfence.runtimes.contract import Disk, Handle, RootFs
+
+if TYPE_CHECKING:
+    from ringfence.node.service import Node
+
+DEATH_TIME = 3.0  # seconds for killed processes to be gone
+
+
+async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSandbox]:
+    """Go through everything that the dead nodes (name → lock, held by us) left. Returns what was adopted.
+
+    Raises:
+        HostLimit: something can't be removed. The rest was, and the next sweep tries again.
+    """
+    adopted: list[NodeSandbox] = []
+    failures: list[RingfenceError] = []
+    left: set[str] = set()
+    for name in sorted(os.listdir(node.state.sandboxes)):
+        folder = node.state.sandboxes / name
+        journal = Journal.load(folder)
+        owner = str(journal.record.get("owner", "")) if journal else ""
+        if owner not in dead and node.state.knows(owner):
+            continue
+        if journal is None and _young(folder):
+            left.update(dead)  # perhaps somebody is just about to write its intent: look again next time
+            continue
+        try:
+            if journal is not None and _is_kept(node, journal):
+                if adopt:
+                    found = await _adopt(node, journal)
+                    if found is not None:
+                        adopted.append(found)
+                        continue
+                elif _lives_on(node, journal):
+                    left.add(owner)
+                    continue
+            await _remove(node, name, folder, journal.record if journal else {})
+        except RingfenceError as error:
+            failures.append(error)
+            left.add(owner)
+    _sweep_groups(node)
+    for owner, lock in dead.items():
+        if owner in left:
+            os.close(lock)
+            continue
+        node.ranges.sweep(owner)
+        _sweep_files(node, owner)
+        node.state.bury(owner, lock)
+    if failures:
+        raise failures[0]
+    return adopted
+
+
+def _is_kept(node: Node, journal: Journal) -> bool:
+    record = journal.record
+    return bool(record.get("keep")) and record.get("state") == HANDLE and record.get("boot") == node.boot
+
+
+def _lives_on(node: Node, journal: Journal) -> bool:
+    """A kept sandbox that nobody has to touch: alive, and before its deadline."""
+    try:
+        handle = handle_from_json(journal.record["handle"])
+        return _alive(handle, node.boot) and supervising.now() < float(journal.record["deadline"])
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+async def _adopt(node: Node, journal: Journal) -> NodeSandbox | None:
+    """The sandbox, ours from now on; None if it does not live, or its journal makes no sense."""
+    record = journal.record
+    try:
+        handle = handle_from_json(record["handle"])
+        request = request_from_json(record["request"])
+        root = record["root"]
+        root_fs = RootFs(
+            lowers=tuple(root["lowers"]),
+            binds=(),
+            disk=Disk(root.get("disk", "tmpfs"), request.policy.wall.resources.disk, 0),
+            writable=tuple(root["writable"]),
+        )
+        if not _alive(handle, node.boot):
+            return None
+        runtime = await node.runtime(handle.runtime)
+        if not await runtime.recover(handle):
+            return None
+    except (KeyError, TypeError, ValueError, RingfenceError):
+        return None
+    journal.append({"owner": node.state.owner})
+    sandbox = node.adoption(runtime, request, handle, root_fs, journal)
+    node.adopted(sandbox)
+    return sandbox
+
+
+def _alive(handle: Handle, boot: str) -> bool:
+    return handle.boot_id == boot and birth_of(handle.pid) == handle.birth
+
+
+async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -> None:
+    """Take down whatever a dead node's sandbox still has: processes, mounts, devices, cgroups, folder."""
+    handle: Handle | None = None
+    same_boot = record.get("boot") == node.boot
+    with contextlib.suppress(KeyError, TypeError):
+        handle = handle_from_json(record["handle"])
+    if SANDBOX_ID.fullmatch(name):
+        group = node.cgroups.group(name)
+        if same_boot:
+            group.kill()
+            if handle is not None and handle.boot_id == node.boot:
+                supervising.kill_process(handle)
+            _kill_strays(name)
+            if handle is not None:
+                with contextlib.suppress(RingfenceError, ImportError):
+                    runtime = await node.runtime(handle.runtime)
+                    await runtime.recover(handle)
+                    await runtime.destroy(handle)
+        deadline = time.monotonic() + DEATH_TIME
+        while not group.remove() or (handle is not None and _alive(handle, node.boot)):
+            if time.monotonic() > deadline:
+                raise HostLimit(f"sandbox {name} of a dead node does not die", hint="see its processes")
+            group.kill()
+            await asyncio.sleep(0.002)
+    _unmount(folder)
+    for device in disks.loop_devices(folder):
+        disks.detach(device)
+    remove_folder(folder)
+    number = record.get("range")
+    if isinstance(number, int):
+        node.ranges.release(number)
+
+
+def _kill_strays(name: str) -> None:
+    """Without cgroup and handle (killed between the start and the journal) a wall is found by its id.
+
+    The agent has it in its environment or arguments.
+    """
+    marks = (name.encode(),)
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        birth = birth_of(int(entry))
+        if birth is None or not _is_agent(entry, marks[0]):
+            continue
+        supervising.kill_process(Handle("", 0, name, "", int(entry), birth, ""))
+
+
+def _is_agent(pid: str, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read(65536)
+    except OSError:
+        return False
+    if not command.startswith(b"ringfence-agent\0"):
+        return False
+    if mark in command:
+        return True
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return mark in file.read(65536)
+    return False
+
+
+def _unmount(folder: Path) -> None:
+    """Detach mounts of this namespace below a folder (drivers leave none; crashes might), deepest first."""
+    try:
+        with open("/proc/self/mountinfo", errors="surrogateescape") as file:
+            points = [line.split()[4] for line in file if str(folder) in line]
+    except OSError:
+        return
+    inside = [p for p in points if p == str(folder) or p.startswith(str(folder) + "/")]
+    if not inside:
+        return
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for point in sorted(inside, key=len, reverse=True):
+        libc.umount2(os.fsencode(point), 2)  # MNT_DETACH
+
+
+def _young(folder: Path) -> bool:
+    """Made within the last seconds: a folder is made a moment before its journal."""
+    try:
+        return time.time() - os.lstat(folder).st_mtime < 5.0
+    except OSError:
+        return True
+
+
+def _sweep_groups(node: Node) -> None:
+    """Cgroups of ours without a folder: a sandbox's folder is made before and removed after its groups.
+
+    Other state roots have groups in the same place, so only those that are empty go, and only by their
+    names: an rmdir fails if anything lives there.
+    """
+    for name in node.cgroups.names():
+        if not SANDBOX_ID.fullmatch(name) or (node.state.sandboxes / name).exists():
+            continue
+        group = node.cgroups.group(name)
+        if not group.processes() and _old_group(name):
+            with contextlib.suppress(RingfenceError):
+                group.remove()
+
+
+def _old_group(name: str) -> bool:
+    """Made more than a minute ago, by the time in its id: not one that another node is just filling."""
+    number = 0
+    for letter in name[3:13]:
+        number = number << 5 | "0123456789abcdefghjkmnpqrstvwxyz".index(letter)
+    born = number >> 2  # 48 bits of milliseconds in the first fifty
+    return time.time() * 1000 - born > 60_000
+
+
+def _sweep_files(node: Node, dead: str) -> None:
+    """Half-made templates and images of a dead node."""
+    import shutil
+
+    for parent in (node.state.templates, node.state.disks):
+        for name in os.listdir(parent):
+            if not name.startswith(".") or not name.endswith(dead):
+                continue
+            path = parent / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
