@@ -37,7 +37,7 @@ spelling() {
 check "format (ruff)" "$BIN/ruff" format --check
 check "lint (ruff)" "$BIN/ruff" check
 check "types (mypy --strict)" "$BIN/mypy"
-check "layers (import-linter)" "$BIN/lint-imports" --no-cache
+check "layers (import-linter)" env PYTHONPATH=src "$BIN/lint-imports" --no-cache
 check "file sizes" "$BIN/python" scripts/check_sizes.py
 check "spelling of help and docs" spelling
 check "lock" scripts/lock.sh --check
