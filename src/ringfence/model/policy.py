@@ -1,7 +1,8 @@
 """The policy: what a sandbox may do, in two halves.
 
 The *wall* (isolation, file system, process, resources, output) is fixed when the sandbox starts, and
-its digest keys a pool. The *door* (env, secrets, network rules, timeouts, audit) is bound later and may change.
+its digest keys a pool. The *door* (env, secrets, network rules, timeouts, audit) is bound later and may
+change.
 YAML and presets live in ``ringfence.model.policies``; this module has only the values.
 """
 
@@ -63,7 +64,7 @@ class Filesystem:
 
     root: Literal["overlay", "readonly"] = "overlay"
     read_only: tuple[str, ...] = ()
-    read_write: tuple[str, ...] = ("/workspace", "/tmp")
+    read_write: tuple[str, ...] = ("/workspace", "/tmp")  # noqa: S108
     mounts: tuple[Mount, ...] = ()
 
 
@@ -126,6 +127,22 @@ class Audit:
     network: bool = True
 
 
+def _canonical(value: Any) -> Any:
+    """Equal values in one form: 1.0 CPUs are 1 CPU, and a tuple is the list that JSON makes of it."""
+    if isinstance(value, dict):
+        return {key: _canonical(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(part) for part in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _digest(value: Wall | Policy) -> str:
+    text = json.dumps(_canonical(asdict(value)), sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Wall:
     """The half that is fixed at start."""
@@ -137,8 +154,7 @@ class Wall:
 
     def digest(self) -> str:
         """SHA-256 over the canonical JSON form; two walls are the same if and only if it is."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+        return _digest(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +174,19 @@ class Policy:
     wall: Wall = field(default_factory=Wall)
     door: Door = field(default_factory=Door)
     trust: Literal["untrusted", "controlled", "trusted"] | None = None
+
+    def digest(self) -> str:
+        """SHA-256 over everything in the policy, its name too; independent of the order of keys."""
+        return _digest(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as its file would say it, every field that is set spelled out; JSON-able.
+
+        ``ringfence.model.policies.from_dict`` gives an equal policy back.
+        """
+        from ringfence.model.policies import to_dict
+
+        return to_dict(self)
 
     def with_wall(self, **parts: Any) -> Policy:
         """A copy with parts of the wall replaced, e.g. ``with_wall(resources=Resources(...))``."""

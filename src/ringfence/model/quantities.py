@@ -41,7 +41,12 @@ def parse_duration(text: str | int | float) -> float:
         u.lower() not in _TIMES for _, u in parts
     ):
         raise InvalidRequest(f"{text!r} is not a duration", hint="write 250ms, 30s, 10m, 2h or 1h30m")
-    return sum(float(n) * _TIMES[u.lower()] for n, u in parts)
+    total = sum(float(n) * _TIMES[u.lower()] for n, u in parts)
+    if total == float("inf"):
+        raise InvalidRequest(
+            f"{str(text)[:20]}… is too large a duration", hint="write 250ms, 30s, 10m, 2h or 1h30m"
+        )
+    return total
 
 
 def parse_rate(text: str | int) -> int:
@@ -81,4 +86,7 @@ def _split(text: str | int, what: str, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(text))
     if match is None:
         raise InvalidRequest(f"{text!r} is not a {what}", hint=f"write {example}")
-    return float(match[1]), match[2].lower()
+    value = float(match[1])
+    if value > 1e18:  # beyond 64 bits: no size or rate is that large
+        raise InvalidRequest(f"{str(text)[:20]}… is too large a {what}", hint=f"write {example}")
+    return value, match[2].lower()
