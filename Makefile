@@ -42,7 +42,7 @@ format: ## what `make check` would complain about and ruff can mend
 bench: ## cold start, exec, rate, memory, beside bwrap and runc in the same run
 	@scripts/setup.sh test
 	@mkdir -p build
-	@$(PYTHON) -m ringfence.cli.main bench $(BENCH_ARGS)
+	@$(PYTHON) -m ringfence bench $(BENCH_ARGS)
 
 fuzz: ## every parser's fuzzer for FUZZ_SECONDS (20) each
 	@scripts/setup.sh fuzz

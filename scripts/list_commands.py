@@ -9,7 +9,7 @@ import sys
 
 def main() -> int:
     text = subprocess.run(
-        [sys.executable, "-m", "ringfence.cli.main", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "ringfence", "--help"], capture_output=True, text=True, check=True
     ).stdout
     for name in dict.fromkeys(re.findall(r"^  +([a-z][a-z-]+) {2,}\S", text, re.MULTILINE)):
         print(name)
