@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat
@@ -309,8 +310,6 @@ async def test_garbled_archives_never_leave_the_folder(tmp_path: Path, data: st.
                 good[at + 148 : at + 156] = b"%06o\0 " % (sum(block) & 0o777777)
     out = tmp_path / os.urandom(8).hex() / "out"
     out.parent.mkdir()
-    try:
+    with contextlib.suppress(RingfenceError):  # refused is fine, anything else would be a crash
         await unpack(bytes(good), out)
-    except RingfenceError:
-        pass  # refused: fine; anything else would be a crash
     assert [path.name for path in out.parent.iterdir()] == ["out"]
