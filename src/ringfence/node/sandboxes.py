@@ -26,9 +26,9 @@ from ringfence.model.sandbox import EffectiveBoundary, End, SandboxRequest, Usag
 from ringfence.node import supervising
 from ringfence.node.cgroups import Group
 from ringfence.node.journal import ENDING, Journal
-from ringfence.node.state import birth_of
 from ringfence.node.supervising import Supervisor
 from ringfence.runtimes.contract import Exit, Handle, Layered, RootFs, Runtime
+from ringfence.runtimes.launching.processes import ProcessRef
 
 if TYPE_CHECKING:
     from ringfence.node.changes import Changes
@@ -212,7 +212,7 @@ class NodeSandbox:
         except OSError as error:
             raise WrongState(f"the files of {self.id} are gone with its wall") from error
         try:
-            if birth_of(self.handle.pid) != self.handle.birth:
+            if not ProcessRef(self.handle.pid, self.handle.birth, self.handle.boot_id).alive():
                 raise WrongState(f"the files of {self.id} are gone with its wall")
             if os.path.samestat(os.fstat(top), os.stat("/")):
                 raise Unsupported(

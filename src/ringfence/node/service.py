@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ringfence.model.errors import (
     HostLimit,
@@ -24,14 +24,13 @@ from ringfence.node import cgroups, disks, identities, requests, supervising
 from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.selecting import Rejected, candidates, none_left, unknown
-from ringfence.node.state import StateRoot, boot_id, remove_folder
+from ringfence.node.state import StateRoot, remove_folder
 from ringfence.node.supervising import Watched
 from ringfence.node.templates import HostTemplate
 from ringfence.node.troubles import host_limit
+from ringfence.runtimes.context import RuntimeContext, privileged
 from ringfence.runtimes.contract import Capabilities, Disk, Handle, Probe, RootFs, Runtime, StartSpec
-
-if TYPE_CHECKING:
-    from ringfence.runtimes.context import RuntimeContext
+from ringfence.runtimes.launching.processes import boot_id
 
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
@@ -63,7 +62,7 @@ class Node:
 
     def __init__(self, state: StateRoot) -> None:
         self.state = state
-        self.root = os.geteuid() == 0
+        self.root = privileged()
         self.cgroups = cgroups.detect()
         self.boot = boot_id()
         self.template = HostTemplate(state)
@@ -108,8 +107,6 @@ class Node:
         """What drivers work with: the launcher, the agent. Started on first use."""
         async with self._opening:
             if self._context is None:
-                from ringfence.runtimes.context import RuntimeContext
-
                 self._context = await RuntimeContext.open(root=self.root)
             return self._context
 
@@ -189,6 +186,12 @@ class Node:
         if self._closed:
             raise HostLimit("this node is closed", hint="open a new one")
         requests.check(request)
+        if not self.root and os.geteuid() == 0:
+            # The map of a rootless wall would make the workload the host's root.
+            raise HostLimit(
+                "root without CAP_SYS_ADMIN (an ordinary container?) can't give a sandbox a user of its own",
+                hint="run as a normal user, or give the container CAP_SYS_ADMIN",
+            )
         disks.choose(request.policy.wall.resources, root=self.root)
         context = await self.context()
         rejected: list[Rejected] = []

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ringfence.model.errors import HostLimit
 from ringfence.node.troubles import host_limit
+from ringfence.runtimes.launching.processes import birth_of, boot_id
 
 _counter = itertools.count()
 _FOLDERS = {"templates": 0o755, "disks": 0o700, "ranges": 0o700, "nodes": 0o700, "sandboxes": 0o711}
@@ -42,22 +43,6 @@ def default_root() -> Path:
         return Path("/var/lib/ringfence")
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(base) / "ringfence"
-
-
-def boot_id() -> str:
-    """This boot's id: a pid and a birth time mean a process only together with it."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def birth_of(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot, or None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return None
-    return int(text[text.rindex(b")") + 2 :].split()[19])
 
 
 class StateRoot:

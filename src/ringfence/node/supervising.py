@@ -20,8 +20,8 @@ from ringfence.model.levels import Cause
 from ringfence.model.quantities import format_duration, format_size
 from ringfence.model.sandbox import End
 from ringfence.node.cgroups import Group
-from ringfence.node.state import birth_of
 from ringfence.runtimes.contract import Exit, Handle
+from ringfence.runtimes.launching.processes import ProcessRef
 
 POLL = 0.1  # seconds between two looks at memory or processor time
 SHORTEST = 0.01  # seconds between two looks at processor time close to its limit
@@ -180,14 +180,10 @@ def _describe(ended: Exit) -> str:
 
 def kill_process(handle: Handle) -> bool:
     """SIGKILL the wall's first process; False if it is gone. Never hits another process of that number."""
-    try:
-        pidfd = os.pidfd_open(handle.pid)
-    except OSError:
+    pidfd = ProcessRef(handle.pid, handle.birth, handle.boot_id).pidfd()
+    if pidfd is None:
         return False
     try:
-        # The descriptor holds whatever process had the number just now: is it the one we mean?
-        if birth_of(handle.pid) != handle.birth:
-            return False
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except OSError:
         return False

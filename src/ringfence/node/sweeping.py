@@ -23,8 +23,9 @@ from ringfence.node.journal import (
     request_from_json,
 )
 from ringfence.node.sandboxes import NodeSandbox
-from ringfence.node.state import birth_of, remove_folder
+from ringfence.node.state import remove_folder
 from ringfence.runtimes.contract import Disk, Handle, RootFs
+from ringfence.runtimes.launching.processes import ProcessRef
 
 if TYPE_CHECKING:
     from ringfence.node.service import Node
@@ -86,7 +87,7 @@ def _lives_on(node: Node, journal: Journal) -> bool:
     """A kept sandbox that nobody has to touch: alive, and before its deadline."""
     try:
         handle = handle_from_json(journal.record["handle"])
-        return _alive(handle, node.boot) and supervising.now() < float(journal.record["deadline"])
+        return _alive(handle) and supervising.now() < float(journal.record["deadline"])
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -104,7 +105,7 @@ async def _adopt(node: Node, journal: Journal) -> NodeSandbox | None:
             disk=Disk(root.get("disk", "tmpfs"), request.policy.wall.resources.disk, 0),
             writable=tuple(root["writable"]),
         )
-        if not _alive(handle, node.boot):
+        if not _alive(handle):
             return None
         runtime = await node.runtime(handle.runtime)
         if not await runtime.recover(handle):
@@ -117,8 +118,8 @@ async def _adopt(node: Node, journal: Journal) -> NodeSandbox | None:
     return sandbox
 
 
-def _alive(handle: Handle, boot: str) -> bool:
-    return handle.boot_id == boot and birth_of(handle.pid) == handle.birth
+def _alive(handle: Handle) -> bool:
+    return ProcessRef(handle.pid, handle.birth, handle.boot_id).alive()
 
 
 async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -> None:
@@ -140,7 +141,7 @@ async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -
                     await runtime.recover(handle)
                     await runtime.destroy(handle)
         deadline = time.monotonic() + DEATH_TIME
-        while not group.remove() or (handle is not None and _alive(handle, node.boot)):
+        while not group.remove() or (handle is not None and _alive(handle)):
             if time.monotonic() > deadline:
                 raise HostLimit(f"sandbox {name} of a dead node does not die", hint="see its processes")
             group.kill()
@@ -159,14 +160,13 @@ def _kill_strays(name: str) -> None:
 
     The agent has it in its environment or arguments.
     """
-    marks = (name.encode(),)
+    mark = name.encode()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
-        birth = birth_of(int(entry))
-        if birth is None or not _is_agent(entry, marks[0]):
-            continue
-        supervising.kill_process(Handle("", 0, name, "", int(entry), birth, ""))
+        process = ProcessRef.of(int(entry))
+        if _is_agent(entry, mark):
+            supervising.kill_process(Handle("", 0, name, "", *process))
 
 
 def _is_agent(pid: str, mark: bytes) -> bool:
