@@ -17,7 +17,6 @@ LEAST_MEMORY = 8 << 20  # bytes: a shell and a small program
 MOST_PROCESSES = 32_768
 MOST_OPEN_FILES = 1 << 20
 TEMPLATES = ("host",)
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*", re.ASCII)
 
 
@@ -98,16 +97,3 @@ def _positive(number: float) -> bool:
 def host_memory() -> int:
     """Bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def environment(request: SandboxRequest) -> dict[str, str]:
-    """The environment that every command of a sandbox starts from. Nothing of the host's is in it."""
-    return {
-        "PATH": PATH,
-        "HOME": "/home/agent",
-        "USER": "agent" if request.policy.wall.process.user else "root",
-        "LANG": "C.UTF-8",
-        "TZ": "UTC",
-        "TMPDIR": "/tmp",  # noqa: S108
-        **request.env,
-    }

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ringfence.model.errors import NotFound, RuntimeUnavailable, Unsupported
+from ringfence.model.errors import RuntimeUnavailable, Unsupported
 from ringfence.model.levels import Boundary
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.runtimes.contract import Capabilities, Runtime
 
 # Fastest first, as measured (SPECIFICATION). Others follow in the order of the registry.
-BY_SPEED = ("jail", "bubblewrap", "nsjail", "crun", "runc", "gvisor", "firecracker", "qemu-microvm", "qemu")
+FIRST = ("jail", "bubblewrap")  # built in, always there
+BY_SPEED = ("nsjail", "crun", "runc", "gvisor", "firecracker", "qemu-microvm", "qemu")
 BY_NAME_ONLY = frozenset({"fake", "inline", "wasm"})  # never chosen, only asked for
 
 
@@ -30,7 +31,7 @@ class Rejected:
 
 def candidates(
     request: SandboxRequest,
-    names: list[str],
+    names: Callable[[], list[str]],
     load: Callable[[str], Runtime],
     *,
     root: bool,
@@ -39,14 +40,12 @@ def candidates(
     """Runtimes that fit the request, best first, loaded one by one. Why others don't goes to ``rejected``.
 
     Raises:
-        NotFound: the policy names a runtime that nobody knows.
+        NotFound: the policy names a runtime that nobody knows; the hint lists those that are known.
         Unsupported: the named runtime lacks what the policy needs.
         RuntimeUnavailable: the named runtime is below the level that the policy asks for, or can't be loaded.
     """
     isolation = request.policy.wall.isolation
     if isolation.runtime is not None:
-        if isolation.runtime not in names:
-            raise unknown(isolation.runtime, names)
         runtime = load(isolation.runtime)
         reason = _level(request, runtime)
         if reason:
@@ -63,12 +62,7 @@ def candidates(
             )
         yield runtime
         return
-    for name in isolation.prefer:
-        if name not in names:
-            raise unknown(name, names)
-    chosen = [n for n in BY_SPEED if n in names]
-    chosen += [n for n in names if n not in chosen and n not in BY_NAME_ONLY]
-    for name in dict.fromkeys((*isolation.prefer, *chosen)):
+    for name in _ordered(isolation.prefer, names):
         try:
             runtime = load(name)
         except (RuntimeUnavailable, ImportError) as error:
@@ -84,11 +78,15 @@ def candidates(
         yield runtime
 
 
-def unknown(name: str, names: list[str]) -> NotFound:
-    """The error for a name that no driver has."""
-    return NotFound(
-        f"no runtime is called {name!r}", hint=f"known runtimes: {', '.join(names)}", known=list(names)
-    )
+def _ordered(prefer: tuple[str, ...], names: Callable[[], list[str]]) -> Iterator[str]:
+    """Names to try, one by one: looking for those of other packages costs time, and is seldom needed."""
+    seen: set[str] = set()
+    for name in (*prefer, *FIRST):
+        if name not in seen:
+            seen.add(name)
+            yield name
+    known = [n for n in names() if n not in seen and n not in BY_NAME_ONLY]
+    yield from sorted(known, key=lambda n: BY_SPEED.index(n) if n in BY_SPEED else len(BY_SPEED))
 
 
 def none_left(request: SandboxRequest, rejected: list[Rejected]) -> RuntimeUnavailable:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from ringfence.model.errors import (
     HostLimit,
@@ -23,7 +23,7 @@ from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import cgroups, disks, identities, requests, supervising
 from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json
 from ringfence.node.sandboxes import NodeSandbox
-from ringfence.node.selecting import Rejected, candidates, none_left, unknown
+from ringfence.node.selecting import Rejected, candidates, none_left
 from ringfence.node.state import StateRoot, remove_folder
 from ringfence.node.supervising import Watched
 from ringfence.node.templates import HostTemplate
@@ -129,9 +129,7 @@ class Node:
         if name not in self._runtimes:
             from ringfence.runtimes import registry
 
-            if name not in registry.names():
-                raise unknown(name, self.names())
-            self._runtimes[name] = registry.load(name, context)
+            self._runtimes[name] = cast(Runtime, registry.load(name, context))
         return self._runtimes[name]
 
     async def select(self, policy: Policy) -> str:
@@ -144,7 +142,7 @@ class Node:
         request = SandboxRequest(policy=policy)
         rejected: list[Rejected] = []
         for runtime in candidates(
-            request, self.names(), lambda n: self._load(n, context), root=self.root, rejected=rejected
+            request, self.names, lambda n: self._load(n, context), root=self.root, rejected=rejected
         ):
             return runtime.name
         raise none_left(request, rejected)
@@ -197,7 +195,7 @@ class Node:
         rejected: list[Rejected] = []
         failure: RingfenceError | None = None
         for runtime in candidates(
-            request, self.names(), lambda n: self._load(n, context), root=self.root, rejected=rejected
+            request, self.names, lambda n: self._load(n, context), root=self.root, rejected=rejected
         ):
             try:
                 sandbox = await self._create(runtime, request, rejected)
@@ -273,7 +271,7 @@ class Node:
                 cgroup=made.group.place(),
                 max_processes=process.max_processes,
                 max_open_files=process.max_open_files,
-                env=requests.environment(request),
+                env=request.env,
                 network=policy.door.network.mode,
                 seccomp=process.seccomp,
                 ephemeral=not request.keep,
