@@ -10,7 +10,6 @@ from ringfence.model.errors import HostLimit
 from ringfence.runtimes.launching.launcher import Launcher
 from ringfence.runtimes.launching.plan import (
     CLONE_NEWNS,
-    MS_NODEV,
     MS_NOEXEC,
     MS_NOSUID,
     MS_REC,
@@ -114,7 +113,9 @@ def sealed_copy(path: str) -> int:
             os.close(descriptor)
             raise
     except OSError as error:
-        raise HostLimit(f"the program {path} can't be loaded: {error.strerror}", hint="build it again") from error
+        raise HostLimit(
+            f"the program {path} can't be loaded: {error.strerror}", hint="build it again"
+        ) from error
     return descriptor
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ringfence.model.errors import HostLimit, InvalidRequest, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
-from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE, RuntimeContext
+from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE
 from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, StartSpec
 from ringfence.runtimes.launching import freezing, sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
@@ -45,23 +45,14 @@ from ringfence.runtimes.launching.plan import (
     Plan,
     id_maps,
 )
+from ringfence.runtimes.launching.steps import MASKED, READ_ONLY, add_cgroups, add_limits
 
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET | CLONE_NEWTIME
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
-# Hidden: what tells about the host or its kernel, or could drive hardware. As in the OCI runtimes' list,
-# and kallsyms, key-users and kmsg besides.
-MASKED = (
-    "/proc/acpi", "/proc/asound", "/proc/kallsyms", "/proc/kcore", "/proc/key-users", "/proc/keys", "/proc/kmsg",
-    "/proc/latency_stats", "/proc/sched_debug", "/proc/scsi", "/proc/sysrq-trigger", "/proc/timer_list",
-    "/proc/timer_stats",
-)  # fmt: skip
-READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys")
 SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
 SECRETS_SIZE = 1 << 20
 TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
-_CPU_RESOURCES = (("RLIMIT_CORE", 4, 0), ("RLIMIT_MEMLOCK", 8, 64 << 10))
-_NOFILE, _NPROC = 7, 6
 _LISTEN_FD = 3
 
 
@@ -133,7 +124,9 @@ class JailRuntime(LaunchedRuntime):
 
     def open_upper(self, handle: Handle) -> int:
         """See the contract."""
-        return os.open(f"/proc/{handle.pid}/root/.ringfence/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return os.open(
+            f"/proc/{handle.pid}/root/.ringfence/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        )
 
     async def pause(self, handle: Handle) -> None:
         """See the contract.
@@ -180,7 +173,13 @@ class JailRuntime(LaunchedRuntime):
         add_landlock(plan, spec)
         separate = identity.agent_uid != identity.uid
         kept = (AGENT_CAPABILITIES if separate else 0) | identity.capabilities
-        plan.add("BECOME", identity.agent_uid, identity.agent_uid if separate else identity.gid, int(root or identity.helper), kept)
+        plan.add(
+            "BECOME",
+            identity.agent_uid,
+            identity.agent_uid if separate else identity.gid,
+            int(root or identity.helper),
+            kept,
+        )
         if spec.ephemeral:
             plan.add("DEATH_SIGNAL", 9)
         plan.add("UMASK", 0o022)
@@ -215,7 +214,14 @@ class JailRuntime(LaunchedRuntime):
             plan.add("BIND", lower, f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
             lowers.append(f"{stage}/l{index}")
         options = f"lowerdir={':'.join(lowers)},upperdir={stage}/upper,workdir={stage}/work"
-        plan.add("MOUNT", "root", f"{stage}/root", "overlay", MS_NOSUID | MS_NODEV, options + ("" if root else ",userxattr"))
+        plan.add(
+            "MOUNT",
+            "root",
+            f"{stage}/root",
+            "overlay",
+            MS_NOSUID | MS_NODEV,
+            options + ("" if root else ",userxattr"),
+        )
         plan.add("PIVOT", f"{stage}/root")
         if root:
             plan.add("OWNER", *first)
@@ -224,7 +230,11 @@ class JailRuntime(LaunchedRuntime):
         plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
         plan.extend(_devices(root))
         shm = max(SHM_SMALLEST, spec.memory // 2)
-        owner = f",uid={identity.host_uid(identity.agent_uid)},gid={identity.host_uid(identity.agent_uid)}" if root else f",uid={identity.agent_uid}"
+        owner = (
+            f",uid={identity.host_uid(identity.agent_uid)},gid={identity.host_uid(identity.agent_uid)}"
+            if root
+            else f",uid={identity.agent_uid}"
+        )
         plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
         plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, f"size={SECRETS_SIZE},mode=0755{owner}")
         plan.extend(_proc_covers(root))
@@ -270,45 +280,6 @@ def _proc_covers(root: bool) -> Plan:
     for path in READ_ONLY:
         plan.add("READONLY", path)
     return plan
-
-
-def add_cgroups(plan: Plan, spec: StartSpec, opened: list[int]) -> list[int]:
-    """The steps that put the child into its cgroups; returns the workload's opened ``cgroup.procs``."""
-    into = spec.cgroup.v2_fd_path
-    try:
-        if into is not None:
-            opened.append(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            plan.add("INTO_CGROUP", plan.fd(opened[-1]))
-        for path in spec.cgroup.agent:
-            if into is None or os.path.dirname(path) != into:
-                opened.append(_open_tasks(path))
-                plan.add("CGROUP_JOIN", plan.fd(opened[-1]))
-        work = [_open_tasks(path) for path in spec.cgroup.work]
-    except OSError as error:
-        raise StartFailed(
-            f"a cgroup can't be opened: {error.filename}: {error.strerror}", step="cgroup_join", errno=str(error.errno)
-        ) from error
-    opened.extend(work)
-    return work
-
-
-def _open_tasks(path: str) -> int:
-    # Version 1 moves a single thread that names itself in `tasks` without the lock over all threads.
-    with_tasks = path.removesuffix("cgroup.procs") + "tasks"
-    try:
-        return os.open(with_tasks, os.O_WRONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-
-
-def add_limits(plan: Plan, spec: StartSpec) -> None:
-    """The resource limits of every process of the wall."""
-    for _name, number, value in _CPU_RESOURCES:
-        plan.add("RLIMIT", number, value, value)
-    plan.add("RLIMIT", _NOFILE, spec.max_open_files, spec.max_open_files)
-    if not spec.cgroup.agent:
-        # Counted in the sandbox's own user namespace; the agent and its file helpers are in it too.
-        plan.add("RLIMIT", _NPROC, spec.max_processes + 64, spec.max_processes + 64)
 
 
 def _bind_flags(bind: Bind) -> int:

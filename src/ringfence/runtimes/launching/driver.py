@@ -68,7 +68,9 @@ class LaunchedRuntime:
                 now = time.monotonic()
                 deadline = deadline or now + BACKLOG_TIMEOUT
                 if now > deadline or not self.ref(handle).alive():
-                    raise LinkLost("the guest agent accepts no connections", hint="destroy the sandbox") from None
+                    raise LinkLost(
+                        "the guest agent accepts no connections", hint="destroy the sandbox"
+                    ) from None
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 0.05)
             except OSError as error:
@@ -128,7 +130,9 @@ class LaunchedRuntime:
             HostLimit: it has not, in time.
         """
         child = self._children.get((handle.pid, handle.birth))
-        descriptor = os.dup(child.pidfd) if child is not None and child.pidfd >= 0 else self.ref(handle).pidfd()
+        descriptor = (
+            os.dup(child.pidfd) if child is not None and child.pidfd >= 0 else self.ref(handle).pidfd()
+        )
         if descriptor is None:
             return
         try:

@@ -49,11 +49,16 @@ def _hint(step: str, number: int, rootless: bool) -> str:
         if step == "mount":
             return "inside another container? It must not mask /proc and must allow mount in user namespaces"
     if step == "clone" and number in _DENIED:
-        return user_namespace_hint() or "this host forbids new namespaces: run the node as root with CAP_SYS_ADMIN"
+        return (
+            user_namespace_hint()
+            or "this host forbids new namespaces: run the node as root with CAP_SYS_ADMIN"
+        )
     if step == "maps" and number == errno.ENOENT:
         return "newuidmap is missing: install the package uidmap"
     if step == "loop":
-        return "the image could not be mounted: is the loop module loaded (`modprobe loop`), is the image whole?"
+        return (
+            "the image could not be mounted: is the loop module loaded (`modprobe loop`), is the image whole?"
+        )
     if step == "cgroup_join":
         return "the node may not move processes into its cgroup: delegate it, or run without limits by cgroup"
     if step in ("bind", "openat2") and number == errno.ENOENT:

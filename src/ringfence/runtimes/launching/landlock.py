@@ -29,7 +29,7 @@ def add_landlock(plan: Plan, spec: StartSpec) -> None:
         for bind in spec.root.binds:
             if not bind.read_only:
                 plan.add("LANDLOCK_PATH", bind.target, WRITE)
-        plan.add("LANDLOCK_PATH", "/proc", READ | WRITE_FILE)
+        plan.add("LANDLOCK_PATH", "/proc", READ | WRITE_FILE | TRUNCATE)
     else:
         plan.add("LANDLOCK_PATH", "/", WRITE)
     plan.add("LANDLOCK_PATH", "/dev", _DEVICES)

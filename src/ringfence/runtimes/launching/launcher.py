@@ -29,7 +29,9 @@ class Child:
 
     __slots__ = ("exited", "keep", "landlock", "pid", "pidfd")
 
-    def __init__(self, pid: int, pidfd: int, landlock: int, keep: bool, exited: asyncio.Future[int | None]) -> None:
+    def __init__(
+        self, pid: int, pidfd: int, landlock: int, keep: bool, exited: asyncio.Future[int | None]
+    ) -> None:
         self.pid = pid
         self.pidfd = pidfd
         self.landlock = landlock
@@ -75,7 +77,9 @@ class Launcher:
             if theirs.fileno() == 3:  # dup2 to itself would leave it close-on-exec
                 theirs = socket.socket(fileno=_moved(theirs))
                 actions = [(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
-            environment = {key: os.environ[key] for key in ("ASAN_OPTIONS", "UBSAN_OPTIONS") if key in os.environ}
+            environment = {
+                key: os.environ[key] for key in ("ASAN_OPTIONS", "UBSAN_OPTIONS") if key in os.environ
+            }
             pid = os.posix_spawn(program, ["ringfence-launcher"], environment, file_actions=actions)
         except BaseException:
             ours.close()
@@ -134,7 +138,9 @@ class Launcher:
                     await self._writable()
         except OSError as error:
             del self._starting[serial]
-            raise HostLimit("the launcher has ended", hint="start the node again", errno=str(error)) from error
+            raise HostLimit(
+                "the launcher has ended", hint="start the node again", errno=str(error)
+            ) from error
         try:
             return await answer
         except asyncio.CancelledError:

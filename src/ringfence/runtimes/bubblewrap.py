@@ -1,0 +1,361 @@
+"""``bubblewrap``: the same agent behind bwrap's namespaces. Shared kernel, level 2.
+
+The proof that a runtime is one small file. bwrap (0.8 and later) has no overlay: the root is a read-only
+tmpfs with the template's entries bound into it, and every writable folder is a sized tmpfs of its own, so
+the disk limit is the sum of their sizes. bwrap maps one user only, so the agent shares the workload's. When
+the node is root, bwrap itself runs as the sandbox's host user and never as root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+
+from ringfence.model.errors import GuestError, RingfenceError, RuntimeUnavailable, StartFailed, Unsupported
+from ringfence.model.levels import Boundary, Level
+from ringfence.runtimes.context import RuntimeContext
+from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
+from ringfence.runtimes.launching import freezing, sockets
+from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.guestargs import agent_arguments, environment
+from ringfence.runtimes.launching.launcher import Child
+from ringfence.runtimes.launching.plan import Plan
+from ringfence.runtimes.launching.processes import readable
+from ringfence.runtimes.launching.steps import MASKED, add_cgroups, add_limits
+
+START_TIMEOUT = 10.0  # seconds until the agent behind bwrap must answer
+_LISTEN, _ARGS, _SECCOMP, _INFO, _AGENT, _CGROUPS = 3, 4, 5, 6, 7, 8
+_MOST_TEXT = 4096  # bytes of bwrap's own messages
+_SMALLEST = 64 << 10  # bytes of a writable folder
+# (first version that is not affected, first that is, number)
+_VULNERABILITIES = (
+    ((0, 0, 0), (0, 1, 3), "CVE-2016-8659"),
+    ((0, 0, 0), (0, 3, 3), "CVE-2019-12439"),
+    ((0, 4, 0), (0, 4, 1), "CVE-2020-5291"),
+)
+OLDEST = (0, 8, 0)  # --disable-userns, --size
+
+
+class BubblewrapRuntime(LaunchedRuntime):
+    """See the module."""
+
+    name = "bubblewrap"
+    level = Level.L2
+    boundary = Boundary.NAMESPACES
+
+    def __init__(self, context: RuntimeContext) -> None:
+        super().__init__(context)
+        self.program = shutil.which("bwrap")
+
+    def capabilities(self) -> Capabilities:
+        """See the contract."""
+        return Capabilities(rootless=True, mounts=True, recover=True, disk_limit=True, pause=True)
+
+    async def probe(self) -> Probe:
+        """See the contract: starts a wall and talks to the agent in it."""
+        from ringfence.runtimes.launching.probing import probe
+
+        if self.program is None:
+            return Probe(
+                self.name,
+                Health.UNAVAILABLE,
+                self.level,
+                self.boundary,
+                reason="bwrap is not installed",
+                remedy="apt-get install bubblewrap",
+            )
+        version = await _version(self.program)
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+        known = tuple(name for since, fixed, name in _VULNERABILITIES if since <= numbers < fixed)
+        if numbers < OLDEST:
+            return Probe(
+                self.name,
+                Health.UNAVAILABLE,
+                self.level,
+                self.boundary,
+                version,
+                reason=f"bubblewrap {version or '?'} is too old",
+                remedy="install bubblewrap 0.8.0 or later",
+                vulnerabilities=known,
+            )
+        return await probe(self, version, known)
+
+    async def start(self, spec: StartSpec) -> Handle:
+        """See the contract."""
+        self._check(spec)
+        opened: list[int] = []
+        child: Child | None = None
+        try:
+            listener = sockets.listener(spec.folder)
+        except OSError as error:
+            raise StartFailed(
+                f"no socket in {spec.folder}: {error.strerror}", step="listen", errno=str(error.errno)
+            ) from error
+        try:
+            info, info_end = _pipe(opened)
+            words, words_end = _pipe(opened)
+            plan = self._plan(spec, listener.fileno(), info_end, words_end, opened)
+            child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
+            listener.close()
+            for descriptor in opened:
+                if descriptor not in (info, words):
+                    os.close(descriptor)
+            opened[:] = [info, words]
+            async with asyncio.timeout(START_TIMEOUT):
+                agent = await _child_pid(info)
+                handle = self.handle(spec, child, agent, _data(spec, child))
+                await self._answer(handle, child, words)
+            return handle
+        except BaseException as error:
+            if child is not None:
+                await self._undo(child)
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(spec.folder, sockets.NAME))
+            if isinstance(error, TimeoutError):
+                raise StartFailed("the agent behind bwrap does not answer", step="agent") from None
+            raise
+        finally:
+            listener.close()
+            for descriptor in opened:
+                os.close(descriptor)
+
+    async def pause(self, handle: Handle) -> None:
+        """See the contract.
+
+        Raises:
+            Unsupported: the sandbox has no cgroup that can be frozen.
+        """
+        await freezing.freeze(handle.data["cgroups"], frozen=True)
+
+    async def resume(self, handle: Handle) -> None:
+        """See the contract."""
+        await freezing.freeze(handle.data["cgroups"], frozen=False)
+
+    async def thaw(self, handle: Handle) -> None:
+        """Frozen tasks of a version 1 freezer don't even die."""
+        freezing.thaw(handle.data["cgroups"])
+
+    # -- starting
+
+    def _check(self, spec: StartSpec) -> None:
+        if self.program is None:
+            raise RuntimeUnavailable("bwrap is not installed", hint="apt-get install bubblewrap")
+        if spec.identity.uid == 0:
+            raise Unsupported(
+                "bubblewrap maps one user only, so user 0 would be nobody's root",
+                hint="use the jail runtime, or user 1000",
+                capability="user_zero",
+            )
+        if spec.network == "open":
+            raise Unsupported(
+                "no open network here", hint="use network mode none or egress", capability="network"
+            )
+        if spec.root.disk.kind != "tmpfs":
+            raise Unsupported(
+                "bubblewrap's disk is memory",
+                hint="ask for a disk of at most half of the memory, or use the jail runtime",
+                capability="disk_limit",
+            )
+
+    async def _answer(self, handle: Handle, child: Child, words: int) -> None:
+        """Return when the agent has answered; bwrap tells its pid before it has built the wall."""
+        from ringfence.guest.link import GuestLink
+
+        try:
+            link = await GuestLink.open(await self.connect(handle), timeout=START_TIMEOUT)
+            await link.close()
+        except GuestError as error:
+            text = await _said(child, words)
+            if not text:
+                raise
+            raise StartFailed(f"bwrap: {text}", hint=_hint(text), step="bwrap") from error
+
+    async def _undo(self, child: Child) -> None:
+        import signal
+
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        await asyncio.shield(child.exited)
+        for key in [key for key, each in self._children.items() if each is child]:
+            del self._children[key]
+        child.close()
+
+    def _plan(self, spec: StartSpec, listener: int, info: int, words: int, opened: list[int]) -> Plan:
+        assert self.program is not None
+        plan = Plan()
+        if not spec.ephemeral:
+            plan.add("KEEP")
+        plan.add("EXIT_FILE", os.path.join(spec.folder, EXIT_FILE))
+        work = add_cgroups(plan, spec, opened)
+        numbers = range(_CGROUPS, _CGROUPS + len(work))
+        command = [f"/proc/self/fd/{_AGENT}", *list(agent_arguments(spec, _LISTEN, numbers))[1:]]
+        arguments = os.memfd_create("bwrap-arguments", os.MFD_CLOEXEC)
+        opened.append(arguments)
+        os.write(arguments, b"".join(os.fsencode(word) + b"\0" for word in self._arguments(spec)))
+        os.lseek(arguments, 0, os.SEEK_SET)
+        # A description of its own: bwrap reads the filter from the file's position.
+        filter_fd = os.open(
+            f"/proc/self/fd/{self.context.filter_fd(spec.seccomp)}", os.O_RDONLY | os.O_CLOEXEC
+        )
+        opened.append(filter_fd)
+        given = {
+            2: words,
+            _LISTEN: listener,
+            _ARGS: arguments,
+            _SECCOMP: filter_fd,
+            _INFO: info,
+            _AGENT: self.context.agent_fd(),
+            **dict(zip(numbers, work, strict=True)),
+        }
+        for number, descriptor in given.items():
+            plan.add("FD", plan.fd(descriptor), number)
+        add_limits(plan, spec)
+        if self.context.root:
+            user = spec.identity.host_uid(spec.identity.uid)
+            plan.add("BECOME", user, user, 1, 0)
+        plan.add("NO_NEW_PRIVS")
+        if spec.ephemeral:
+            plan.add("DEATH_SIGNAL", 9)
+        plan.add("UMASK", 0o022)
+        for text in ("bwrap", "--args", str(_ARGS), "--", *command):
+            plan.add("ARG", text)
+        for text in environment(spec):
+            plan.add("ENV", text)
+        plan.add("EXEC", self.program)
+        return plan
+
+    def _arguments(self, spec: StartSpec) -> Iterator[str]:
+        identity, files = spec.identity, spec.root
+        yield from ("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts")
+        yield from ("--unshare-cgroup-try", "--disable-userns", "--new-session", "--as-pid-1")
+        if spec.ephemeral:
+            yield "--die-with-parent"
+        yield from ("--uid", str(identity.uid), "--gid", str(identity.gid), "--hostname", spec.hostname)
+        yield from ("--seccomp", str(_SECCOMP), "--info-fd", str(_INFO))
+        yield from _entries(files.lowers, "")
+        for bind in files.binds:
+            yield from ("--ro-bind" if bind.read_only else "--bind", bind.source, bind.target)
+        yield from ("--proc", "/proc", "--dev", "/dev")
+        yield from ("--perms", "1777", "--size", str(max(16 << 20, spec.memory // 2)), "--tmpfs", "/dev/shm")  # noqa: S108
+        yield from (
+            "--remount-ro",
+            "/dev",
+            "--perms",
+            "0755",
+            "--size",
+            str(1 << 20),
+            "--tmpfs",
+            "/run/secrets",
+        )
+        for path in MASKED:
+            if os.path.isdir(path):
+                yield from ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
+            elif os.path.lexists(path):
+                yield from ("--ro-bind", "/dev/null", path)
+        for path, size, mode in _writable(files):
+            yield from ("--perms", mode, "--size", str(size), "--tmpfs", path)
+        for path in files.read_only:
+            yield from ("--remount-ro", path)
+        yield from ("--remount-ro", "/", "--chdir", "/")
+
+
+def _writable(files: RootFs) -> list[tuple[str, int, str]]:
+    """(path, bytes, mode) of each writable folder: the first gets half of the disk, the others share the rest."""
+    paths = list(files.read_write if files.readonly else dict.fromkeys((*files.writable, *files.read_write)))
+    bound = {bind.target for bind in files.binds}
+    paths = sorted(
+        (path for path in paths if path not in bound), key=lambda path: (path != "/workspace", path)
+    )
+    # A folder inside another has its room already.
+    paths = [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
+    if not paths:
+        return []
+    first = files.disk.size if len(paths) == 1 else files.disk.size // 2
+    rest = (files.disk.size - first) // max(1, len(paths) - 1)
+    return [
+        (path, max(_SMALLEST, first if index == 0 else rest), "1777" if path.endswith("tmp") else "0755")
+        for index, path in enumerate(paths)
+    ]
+
+
+def _entries(lowers: tuple[str, ...], path: str) -> Iterator[str]:
+    """The merged lower layers as binds and symlinks; folders that are in several layers are taken apart."""
+    found: dict[str, list[str]] = {}
+    for lower in lowers:
+        with contextlib.suppress(FileNotFoundError), os.scandir(lower + path) as entries:
+            for entry in entries:
+                found.setdefault(entry.name, []).append(lower)
+    for name, layers in sorted(found.items()):
+        source, target = f"{layers[0]}{path}/{name}", f"{path}/{name}"
+        info = os.lstat(source)
+        if stat.S_ISLNK(info.st_mode):
+            yield from ("--symlink", os.readlink(source), target)
+        elif len(layers) > 1 and stat.S_ISDIR(info.st_mode):
+            yield from ("--perms", f"{info.st_mode & 0o7777:04o}", "--dir", target)
+            yield from _entries(tuple(layers), target)
+        elif target in ("/proc", "/dev", "/sys", "/.ringfence"):
+            yield from ("--perms", "0755", "--dir", target)
+        else:
+            yield from ("--ro-bind", source, target)
+
+
+def _data(spec: StartSpec, child: Child) -> dict[str, object]:
+    return {
+        "uid": spec.identity.host_uid(spec.identity.uid),
+        "network": spec.network,
+        "cgroups": list(spec.cgroup.agent),
+        "monitor": child.pid,
+    }
+
+
+def _pipe(opened: list[int]) -> tuple[int, int]:
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    opened += (reading, writing)
+    return reading, writing
+
+
+async def _child_pid(info: int) -> int:
+    """The pid (on the host) that bwrap tells; 0 if it ended before."""
+    text = b""
+    while len(text) < _MOST_TEXT:
+        await readable(info)
+        more = os.read(info, _MOST_TEXT)
+        text += more
+        with contextlib.suppress(ValueError):
+            return int(json.loads(text)["child-pid"])
+        if not more:
+            break
+    return 0
+
+
+async def _said(child: Child, words: int) -> str:
+    """What bwrap wrote to its stderr, once it has ended."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1):
+            await asyncio.shield(child.exited)
+    with contextlib.suppress(OSError):
+        return os.read(words, _MOST_TEXT).decode(errors="replace").strip().removeprefix("bwrap: ")
+    return ""
+
+
+def _hint(text: str) -> str:
+    from ringfence.runtimes.launching.hints import user_namespace_hint
+
+    return user_namespace_hint() if "namespace" in text or "uid map" in text or "Permission" in text else ""
+
+
+async def _version(program: str) -> str:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, "--version", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 5)
+    except (OSError, TimeoutError, RingfenceError):
+        return ""
+    return output.decode(errors="replace").strip().rpartition(" ")[2]
