@@ -1,8 +1,8 @@
 """The rules that all drivers share, once: which call is legal when, deadlines, and that nothing is left.
 
-A :class:`Guarded` runtime is what everybody outside of this package gets. It knows the walls that passed through
-it; one that it has not seen (its handle comes from a journal, or another process started it) counts as running
-until the driver says otherwise, since the truth of what exists is in the kernel and not here.
+A :class:`Guarded` runtime is what everybody outside of this package gets. It knows the walls that passed
+through it; one that it has not seen (its handle comes from a journal, or another process started it) counts
+as running until the driver says otherwise, since the truth of what exists is in the kernel and not here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONNECT_DEADLINE = 10.0
 STOP_MARGIN = 5.0  # seconds beyond the grace after which stopping becomes killing
 DESTROY_DEADLINE = 20.0
 MEASURE_DEADLINE = 10.0
-_MOST_ENDED = 4096  # walls that are gone and still known by id, for clear errors
+_MOST_GONE = 4096  # walls that are gone and still known by id, for clear errors
 
 
 class _Wall:
@@ -65,7 +65,8 @@ class Guarded:
 
     def __init__(self, driver: Runtime) -> None:
         self.driver = driver
-        self._walls: OrderedDict[str, _Wall] = OrderedDict()
+        self._walls: dict[str, _Wall] = {}
+        self._gone: OrderedDict[str, _Wall] = OrderedDict()  # destroyed, oldest first
 
     @property
     def name(self) -> str:
@@ -106,7 +107,7 @@ class Guarded:
             WrongState: a sandbox of this id was started before.
             DeadlineExceeded: the driver hung; what it had begun is gone.
         """
-        known = self._walls.get(spec.id)
+        known = self._walls.get(spec.id) or self._gone.get(spec.id)
         if known is not None:
             raise WrongState(f"sandbox {spec.id} was started before; it is {known.state}", id=spec.id)
         self._check_wishes(spec)
@@ -210,9 +211,10 @@ class Guarded:
                 id=wall.handle.id,
             ) from None
         wall.state = "destroyed"
-        self._walls.move_to_end(wall.handle.id)
-        for id_ in [id_ for id_, other in self._walls.items() if other.state == "destroyed"][:-_MOST_ENDED]:
-            del self._walls[id_]
+        self._walls.pop(wall.handle.id, None)
+        self._gone[wall.handle.id] = wall
+        if len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
 
     async def stats(self, handle: Handle) -> WallStats:
         """See the contract."""
@@ -231,7 +233,7 @@ class Guarded:
     def _wall(self, handle: Handle, call: str, *states: str) -> _Wall:
         if handle.runtime != self.name:
             raise WrongState(f"a handle of {handle.runtime} was given to {self.name}", id=handle.id)
-        wall = self._walls.get(handle.id)
+        wall = self._walls.get(handle.id) or self._gone.get(handle.id)
         if wall is None:
             wall = self._walls[handle.id] = _Wall(handle, "running")
         if wall.state not in states:
@@ -263,7 +265,7 @@ class Guarded:
             async with asyncio.timeout(DESTROY_DEADLINE):
                 await self.driver.destroy(partial)
         except TimeoutError:
-            return f"; undoing it took more than {DESTROY_DEADLINE:g} s, look for what is left in {partial.folder}"
+            return f"; undoing it took more than {DESTROY_DEADLINE:g} s, look into {partial.folder}"
         except Exception as error:
             return f"; undoing it failed: {error}"
         return ""
