@@ -179,8 +179,12 @@ class BubblewrapRuntime(LaunchedRuntime):
     async def _undo(self, child: Child) -> None:
         import signal
 
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        from ringfence.runtimes import measuring
+
+        # What bwrap started does not die with it where the wall was to be kept.
+        for pid in measuring.tree(child.pid) if not child.exited.done() else []:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         await asyncio.shield(child.exited)
         for key in [key for key, each in self._children.items() if each is child]:
             del self._children[key]
@@ -266,7 +270,7 @@ class BubblewrapRuntime(LaunchedRuntime):
 
 
 def _writable(files: RootFs) -> list[tuple[str, int, str]]:
-    """(path, bytes, mode) of each writable folder: the first gets half of the disk, the others share the rest."""
+    """(path, bytes, mode) of each writable folder: the first gets half of the disk, the others the rest."""
     paths = list(files.read_write if files.readonly else dict.fromkeys((*files.writable, *files.read_write)))
     bound = {bind.target for bind in files.binds}
     paths = sorted(

@@ -33,8 +33,9 @@ _SEALS = 0xF  # F_SEAL_SEAL, SHRINK, GROW, WRITE
 _ADD_SEALS = 1033
 # File systems that no sandbox is ever shown: every one less makes each new mount namespace cheaper.
 _NEEDLESS = {
-    "autofs", "binder", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "efivarfs",
-    "fusectl", "hugetlbfs", "mqueue", "nsfs", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs", "tracefs",
+    "autofs", "binder", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts",
+    "efivarfs", "fusectl", "hugetlbfs", "mqueue", "nsfs", "pstore", "rpc_pipefs", "securityfs",
+    "selinuxfs", "sysfs", "tracefs",
 }  # fmt: skip
 
 

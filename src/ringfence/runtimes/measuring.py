@@ -87,7 +87,8 @@ def children(pid: int) -> list[int]:
 
 def tree(pid: int) -> list[int]:
     """A process and all its descendants; orphans inside a pid namespace hang below its first process."""
-    found, waiting = [], [pid]
+    found: list[int] = []
+    waiting = [pid]
     while waiting and len(found) < _LONGEST_TREE:
         each = waiting.pop()
         found.append(each)
@@ -96,7 +97,7 @@ def tree(pid: int) -> list[int]:
 
 
 def stats(pid: int) -> WallStats:
-    """Processes below (and with) ``pid`` and the memory they have resident, shared pages counted each time."""
+    """Processes below (and with) ``pid`` and their resident memory; shared pages count each time."""
     page, processes, resident = os.sysconf("SC_PAGE_SIZE"), 0, 0
     for each in tree(pid):
         try:

@@ -15,7 +15,7 @@ from ringfence.model.sandbox import EffectiveBoundary
 from ringfence.runtimes.contract import Exit, Handle, StartSpec, WallStats
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.launcher import Child
-from ringfence.runtimes.launching.processes import ProcessRef, readable
+from ringfence.runtimes.launching.processes import ProcessRef, birth_of, readable
 
 if TYPE_CHECKING:
     from ringfence.model.levels import Boundary, Level
@@ -82,7 +82,7 @@ class LaunchedRuntime:
         if child is not None:
             status = await asyncio.shield(child.exited)
             if status is not None:
-                return _exit_of(status)
+                return _exit_of(handle, status)
         await self.ref(handle).wait()
         return await self._recorded(handle)
 
@@ -91,9 +91,9 @@ class LaunchedRuntime:
         path, deadline = os.path.join(handle.folder, EXIT_FILE), time.monotonic() + _REAP_TIMEOUT
         while True:
             # The launcher writes the record while the process is a zombie, then reaps it.
-            reaped = not os.path.exists(f"/proc/{handle.pid}")
-            with contextlib.suppress(OSError, ValueError), open(path) as file:
-                return _exit_of(int(file.read()))
+            reaped = birth_of(int(handle.data.get("monitor", handle.pid)), corpse=True) is None
+            if (status := _read_status(path)) is not None:
+                return _exit_of(handle, status)
             if reaped or time.monotonic() > deadline:
                 return Exit()
             await asyncio.sleep(0.002)
@@ -130,17 +130,15 @@ class LaunchedRuntime:
             HostLimit: it has not, in time.
         """
         child = self._children.get((handle.pid, handle.birth))
-        descriptor = (
-            os.dup(child.pidfd) if child is not None and child.pidfd >= 0 else self.ref(handle).pidfd()
-        )
-        if descriptor is None:
-            return
+        ours = child is not None and child.pid == handle.pid and child.pidfd >= 0
+        descriptor = os.dup(child.pidfd) if child is not None and ours else self.ref(handle).pidfd()
         try:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            await self.thaw(handle)
+            if descriptor is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                await self.thaw(handle)
             async with asyncio.timeout(DESTROY_TIMEOUT):
-                if child is None or await asyncio.shield(child.exited) is None:
+                if (child is None or await asyncio.shield(child.exited) is None) and descriptor is not None:
                     await readable(descriptor)
         except TimeoutError:
             raise HostLimit(
@@ -149,7 +147,8 @@ class LaunchedRuntime:
                 pid=handle.pid,
             ) from None
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
 
     async def thaw(self, handle: Handle) -> None:
         """Let a frozen wall run, so that it can die. Drivers that can pause override it."""
@@ -167,7 +166,16 @@ class LaunchedRuntime:
         return measuring.measure(self, handle)
 
 
-def _exit_of(status: int) -> Exit:
+def _read_status(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        return int(file.read())
+    return None
+
+
+def _exit_of(handle: Handle, status: int) -> Exit:
     if os.WIFSIGNALED(status):
         return Exit(signal=os.WTERMSIG(status))
-    return Exit(code=os.WEXITSTATUS(status))
+    code = os.WEXITSTATUS(status)
+    if "monitor" in handle.data and code > 128:  # a monitor tells of the agent's end as a shell does
+        return Exit(signal=code - 128)
+    return Exit(code=code)

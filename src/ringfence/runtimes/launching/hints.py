@@ -26,8 +26,8 @@ def user_namespace_hint() -> str:
     if read_sysctl("kernel/apparmor_restrict_unprivileged_userns") == "1":
         return (
             "AppArmor restricts unprivileged user namespaces here (Ubuntu's default): as root run "
-            "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`, or give ringfence-launcher an AppArmor "
-            "profile with `userns,`, or run the node as root"
+            "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`, or give ringfence-launcher an "
+            "AppArmor profile with `userns,`, or run the node as root"
         )
     if read_sysctl("kernel/unprivileged_userns_clone") == "0":
         return "as root run `sysctl -w kernel.unprivileged_userns_clone=1`, or run the node as root"
@@ -38,7 +38,7 @@ def user_namespace_hint() -> str:
 
 def _hint(step: str, number: int, rootless: bool) -> str:
     if step == "clone" and number == errno.ENOSPC:
-        return "a limit of namespaces is reached: raise user.max_*_namespaces with sysctl, or end other sandboxes"
+        return "a limit of namespaces is reached: raise user.max_*_namespaces, or end other sandboxes"
     if step == "clone" and number == errno.EAGAIN:
         return "the limit of processes is reached (ulimit -u, pids cgroup): raise it, or end other sandboxes"
     if rootless and number in _DENIED and step in ("clone", "maps", "mount", "bind", "write"):

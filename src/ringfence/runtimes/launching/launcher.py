@@ -80,7 +80,7 @@ class Launcher:
             environment = {
                 key: os.environ[key] for key in ("ASAN_OPTIONS", "UBSAN_OPTIONS") if key in os.environ
             }
-            pid = os.posix_spawn(program, ["ringfence-launcher"], environment, file_actions=actions)
+            pid = os.posix_spawn(program, ["ringfence-launcher"], environment, file_actions=actions)  # noqa: ASYNC221
         except BaseException:
             ours.close()
             raise
@@ -118,7 +118,7 @@ class Launcher:
         if not kept:
             await readable(self._pidfd)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
+                os.waitpid(self.pid, 0)  # noqa: ASYNC222
         os.close(self._pidfd)
 
     async def _request(self, kind: int, plan: Plan, *, keep: bool) -> Child:
@@ -152,7 +152,7 @@ class Launcher:
 
     async def _writable(self) -> None:
         done = self._loop.create_future()
-        self._loop.add_writer(self._sock.fileno(), lambda: done.done() or done.set_result(None))
+        self._loop.add_writer(self._sock.fileno(), _settle, done)
         try:
             await done
         finally:
@@ -208,6 +208,11 @@ class Launcher:
             if not child.exited.done():
                 child.exited.set_result(None)
         self._running.clear()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _moved(sock: socket.socket) -> int:

@@ -29,7 +29,8 @@ from ringfence.runtimes.contract import (
 TIMEOUT = 15.0  # seconds for the whole probe
 _FIRST_UID = 0x7FFF_0000  # a host uid range that the node gives to nobody else: the last one it has
 _FOLDERS = (
-    ".ringfence", "dev", "etc", "home/agent", "proc", "run/secrets", "sys", "tmp", "usr", "var/tmp", "workspace",
+    ".ringfence", "dev", "etc", "home/agent", "proc", "run/secrets", "sys", "tmp", "usr", "var/tmp",
+    "workspace",
 )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ async def probe(runtime: Any, version: str = "", vulnerabilities: tuple[str, ...
     folder = ""
     try:
         folder = tempfile.mkdtemp(prefix="ringfence-probe-")
-        os.chmod(folder, 0o711)  # noqa: S103: the wall's host user passes through, and lists nothing
+        os.chmod(folder, 0o711)  # noqa: S103 - the wall's host user passes through, and lists nothing
         async with asyncio.timeout(TIMEOUT):
             taken, missing = await _try_out(runtime, folder, root)
     except TimeoutError:

@@ -17,14 +17,17 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def birth_of(pid: int) -> int | None:
-    """Start time in clock ticks since boot; ``None`` if there is no such process, or only its corpse."""
+def birth_of(pid: int, *, corpse: bool = False) -> int | None:
+    """Start time in clock ticks since boot; ``None`` if there is no such process.
+
+    A process that has ended and was not reaped yet counts only if ``corpse`` is true.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return None if fields[0] in (b"Z", b"X") and not corpse else int(fields[19])
 
 
 class ProcessRef(NamedTuple):

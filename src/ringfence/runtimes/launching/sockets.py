@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
 
 NAME = "guest.sock"
 BACKLOG = 64
 
 
 @contextlib.contextmanager
-def _short_path(folder: str) -> object:  # type: ignore[misc]
+def _short_path(folder: str) -> Iterator[str]:
     """A path of the socket that fits a ``sockaddr`` (107 bytes), whatever the folder is called."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -15,9 +15,9 @@ _NOFILE, _NPROC = 7, 6
 # Hidden: what tells about the host or its kernel, or could drive hardware. As in the OCI runtimes' list,
 # and kallsyms, key-users and kmsg besides.
 MASKED = (
-    "/proc/acpi", "/proc/asound", "/proc/kallsyms", "/proc/kcore", "/proc/key-users", "/proc/keys", "/proc/kmsg",
-    "/proc/latency_stats", "/proc/sched_debug", "/proc/scsi", "/proc/sysrq-trigger", "/proc/timer_list",
-    "/proc/timer_stats",
+    "/proc/acpi", "/proc/asound", "/proc/kallsyms", "/proc/kcore", "/proc/key-users", "/proc/keys",
+    "/proc/kmsg", "/proc/latency_stats", "/proc/sched_debug", "/proc/scsi", "/proc/sysrq-trigger",
+    "/proc/timer_list", "/proc/timer_stats",
 )  # fmt: skip
 READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys")
 
