@@ -4,7 +4,7 @@ A test belongs to the kit when it uses the fixture ``ringfence_runtime`` (its pa
 For those tests:
 
 * ``@needs("pause")`` runs the test only where the committed table says that the runtime can do that;
-  elsewhere it is a *listed* skip. Any other skip is a failure: a test that quietly stops running proves nothing.
+  elsewhere it is a *listed* skip. Any other skip is a failure: a test that quietly stops proves nothing.
 * at the end of the session one line a runtime says how many tests ran.
 
 Loaded into every pytest session of whoever installed the package, so nothing is imported at the top that such
@@ -140,6 +140,16 @@ class _Counting:
         name = self.items.get(report.nodeid)
         if name is not None:
             self.config.stash[_COUNTS].setdefault(label(name), Counter())[outcome] += 1
+
+
+@pytest.fixture(scope="session")
+def ringfence_state() -> Generator[Path, None, None]:
+    """A state root for the whole session, where a workload's host user can pass through but not list."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="rf-conformance-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

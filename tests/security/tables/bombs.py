@@ -80,12 +80,12 @@ BOMBS = [
     Attack(
         "inode-bomb",
         "inode_bomb.c",
-        ("/workspace", "600000"),
+        ("/workspace", "150000"),
         row("contained:ENOSPC"),
         Control(
             namespaces=("mount",),
-            args=("{folder}/disk", "600000"),
-            before="mkdir -p {folder}/disk && mount -t tmpfs -o nr_inodes=700000 none {folder}/disk",
+            args=("{folder}/disk", "150000"),
+            before="mkdir -p {folder}/disk && mount -t tmpfs -o nr_inodes=200000 none {folder}/disk",
         ),
         limits=SMALL,
     ),
