@@ -1,0 +1,99 @@
+/* Ringfence's guest agent: process 1 inside the wall. See docs/PROTOCOL.md for what it speaks. */
+#include "agent.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static _Noreturn void refuse(const char *why)
+{
+    const char *parts[] = {"ringfence-agent: ", why, "\n"};
+    for (int i = 0; i < 3; i++)
+        if (write(2, parts[i], strlen(parts[i])) < 0) {
+        }
+    _exit(125);
+}
+
+/* Descriptors 0 to 2 must be taken, so that no pipe of a command ever gets such a number. */
+static void occupy_stdio(void)
+{
+    for (;;) {
+        int fd = open("/dev/null", O_RDWR);
+        if (fd < 0) {
+            int ends[2];
+            if (pipe(ends) < 0)
+                return;
+            fd = ends[0] > ends[1] ? ends[0] : ends[1];
+        }
+        if (fd > 2) {
+            close(fd);
+            return;
+        }
+    }
+}
+
+static bool wanted(int fd)
+{
+    if (fd == config.listen_fd || fd == config.stream_in || fd == config.stream_out || fd == config.wake_fd)
+        return true;
+    for (int i = 0; i < config.cgroup_count; i++)
+        if (fd == config.cgroups[i])
+            return true;
+    return false;
+}
+
+static void keep_only_wanted(void)
+{
+    int from = 3;
+    for (int fd = 3; fd < 1024; fd++) {
+        if (!wanted(fd))
+            continue;
+        if (fd > from)
+            syscall(SYS_close_range, (unsigned)from, (unsigned)fd - 1, 0u);
+        from = fd + 1;
+        fcntl(fd, F_SETFD, FD_CLOEXEC);
+    }
+    syscall(SYS_close_range, (unsigned)from, ~0u, 0u);
+}
+
+static void make_non_blocking(int fd)
+{
+    int flags = fd < 0 ? -1 : fcntl(fd, F_GETFL);
+    if (flags >= 0)
+        fcntl(fd, F_SETFL, flags | O_NONBLOCK);
+}
+
+int main(int argc, char **argv)
+{
+    if (!config_parse(argc, argv))
+        refuse("bad arguments");
+    if (getpid() != 1)
+        refuse("must be process 1 of its namespace");
+    occupy_stdio();
+    keep_only_wanted();
+    if (config.oom > 0)
+        oom_fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    null_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+    umask(022);
+    if (chdir(config.workdir) < 0 && chdir("/") < 0)
+        refuse("no root folder");
+    if (config.home != NULL)
+        setenv("HOME", config.home, 0);
+    make_non_blocking(config.listen_fd);
+    make_non_blocking(config.stream_in);
+    make_non_blocking(config.stream_out);
+    if (!loop_start() || !signals_start())
+        refuse(strerror(errno));
+    control_start();
+    if (!link_listen())
+        refuse("can't listen");
+    stream_start();
+    for (;;)
+        loop_turn();
+}

@@ -1,0 +1,63 @@
+/* Records of commands, shared by process.c (operations) and output.c (rings and readers). */
+#ifndef RINGFENCE_PROCESS_H
+#define RINGFENCE_PROCESS_H
+
+#include "agent.h"
+
+enum process_state { PROCESS_RUNNING, PROCESS_EXITED, PROCESS_KILLED, PROCESS_STARTING };
+
+struct process;
+
+struct output {
+    struct source source; /* fd -1: ended */
+    struct process *process;
+    struct ring ring;
+    bool starved; /* waits for memory, not for a reader */
+};
+
+/* One channel that follows a process. */
+struct reader {
+    struct reader *next;
+    struct process *process;
+    struct channel *channel;
+    uint64_t at[2];   /* next offset to send */
+    uint64_t from[2]; /* first offset sent: with the credit given since, what the host has surely taken */
+    uint64_t window;
+    bool ended[2];    /* EOF sent, or not wanted */
+    bool told;        /* EVENT exit sent */
+    bool silent;
+};
+
+struct process {
+    struct child child;
+    struct process *next;
+    char *id, *name;
+    enum process_state state;
+    int code;
+    bool pty, drop;
+    struct output out[2];
+    struct source in;
+    struct queue queue;
+    uint64_t in_taken;
+    bool in_eof;
+    struct source status;
+    struct channel *starter; /* whose REPLY is due once the program runs */
+    bool detached;
+    struct reader *readers;
+    uint64_t started_ns; /* since the epoch */
+    uint64_t end[2], user_us, system_us, resident;
+};
+
+extern struct process *processes; /* newest first */
+
+bool reader_add(struct process *process, struct channel *channel, const uint64_t from[2], uint64_t window, bool silent);
+void reader_pump(struct reader *reader);
+void readers_pump(struct process *process);
+void readers_close(struct process *process);
+void output_start(struct process *process, int out, int err, int in, size_t limit);
+void output_resume(struct process *process);
+void output_drain(struct process *process); /* at the exit: reads what is there, fills in `end` */
+void output_close(struct process *process);
+bool input_write(struct process *process);
+
+#endif

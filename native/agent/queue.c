@@ -1,0 +1,82 @@
+/* Bytes that the host sent and a descriptor has not taken yet. Credit goes back as they are written. */
+#include "agent.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+struct chunk {
+    struct chunk *next;
+    struct channel *from;
+    size_t size, done;
+    uint8_t data[];
+};
+
+bool queue_add(struct queue *queue, struct channel *from, const void *data, size_t size)
+{
+    if (!budget_take(sizeof(struct chunk) + size))
+        return false;
+    struct chunk *chunk = malloc(sizeof *chunk + size);
+    if (chunk == NULL) {
+        budget_give(sizeof *chunk + size);
+        return false;
+    }
+    *chunk = (struct chunk){.from = from, .size = size};
+    memcpy(chunk->data, data, size);
+    if (queue->tail != NULL)
+        queue->tail->next = chunk;
+    else
+        queue->head = chunk;
+    queue->tail = chunk;
+    queue->bytes += size;
+    return true;
+}
+
+static void drop_head(struct queue *queue)
+{
+    struct chunk *chunk = queue->head;
+    queue->head = chunk->next;
+    if (queue->head == NULL)
+        queue->tail = NULL;
+    queue->bytes -= chunk->size - chunk->done;
+    if (chunk->from != NULL)
+        channel_consumed(chunk->from, chunk->size - chunk->done);
+    budget_give(sizeof *chunk + chunk->size);
+    free(chunk);
+}
+
+int queue_write(struct queue *queue, int fd, bool packets)
+{
+    while (queue->head != NULL) {
+        struct chunk *chunk = queue->head;
+        ssize_t wrote = write(fd, chunk->data + chunk->done, chunk->size - chunk->done);
+        if (wrote < 0) {
+            if (errno == EINTR)
+                continue;
+            return errno == EAGAIN ? 1 : -1;
+        }
+        if (packets || (size_t)wrote == chunk->size - chunk->done) {
+            drop_head(queue);
+            continue;
+        }
+        chunk->done += (size_t)wrote;
+        queue->bytes -= (size_t)wrote;
+        if (chunk->from != NULL)
+            channel_consumed(chunk->from, (size_t)wrote);
+    }
+    return 0;
+}
+
+void queue_forget(struct queue *queue, const struct channel *from)
+{
+    for (struct chunk *chunk = queue->head; chunk != NULL; chunk = chunk->next)
+        if (chunk->from == from)
+            chunk->from = NULL;
+}
+
+void queue_clear(struct queue *queue)
+{
+    while (queue->head != NULL)
+        drop_head(queue);
+}
