@@ -23,9 +23,9 @@ BUILT_IN = {
 BY_NAME_ONLY = frozenset({"fake"})
 
 
-def names() -> tuple[str, ...]:
+def names() -> list[str]:
     """Every runtime known: built-in ones first, then those of other packages in alphabetical order."""
-    return (*BUILT_IN, *sorted(_entry_points()))
+    return [*BUILT_IN, *sorted(_entry_points())]
 
 
 def load(name: str, context: RuntimeContext) -> Guarded:
