@@ -1,0 +1,121 @@
+"""Entry point: finds the command, imports its module, turns errors into one message and an exit code.
+
+Nothing but ``sys`` and ``os`` is imported before the command is known: ``ringfence --help`` is a string.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# name: (module, what the command list says)
+COMMANDS = {
+    "run": ("run", "run one command in a sandbox of its own"),
+    "doctor": ("doctor", "what works on this machine, what does not, and how to fix it"),
+    "probe": ("probe", "start a sandbox and measure what its wall really is"),
+    "bench": ("bench", "measure speed and memory beside other tools"),
+    "list": ("listing", "sandboxes that were kept"),
+    "stop": ("stopping", "end kept sandboxes and remove what is theirs"),
+    "completion": ("completion", "print the completion script for bash, zsh or tcsh"),
+    "version": ("version", "print the version"),
+}
+FAILED = 125  # Ringfence's own failure, as docker and env use it: the command's codes stay its own
+
+USAGE = "usage: ringfence COMMAND [options]"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code. Prints at most one error message, never a traceback
+    (unless ``RINGFENCE_DEBUG=1``).
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        if len(arguments) > 1 and arguments[0] == "help":
+            return main([arguments[1], "--help"])
+        return _print_help(to_stderr=not arguments)
+    if arguments[0] in ("-V", "--version"):
+        arguments = ["version", *arguments[1:]]
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Who reads our tables went away; nothing to tell anybody. Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    except Exception as error:
+        return _report(error, _wants_json(arguments))
+
+
+def entry() -> None:
+    """The console script. Leaves without the interpreter's tear-down, which costs as much as a sandbox."""
+    code = main()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (BrokenPipeError, ValueError):
+        code = code or 141
+    os._exit(code)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0]
+    if name not in COMMANDS:
+        from ringfence.cli.parsing import unknown_command
+
+        raise unknown_command(name, list(COMMANDS))
+    from importlib import import_module
+
+    from ringfence.cli.parsing import Parser
+
+    module = import_module("ringfence.cli." + COMMANDS[name][0])
+    parser = Parser(prog="ringfence " + name)
+    module.configure(parser)
+    options = parser.parse_command_line(arguments[1:])
+    code: int = module.main(options)
+    return code
+
+
+def _print_help(*, to_stderr: bool) -> int:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items()]
+    text = "\n".join(
+        [
+            USAGE,
+            "",
+            "Runs code that nobody has vouched for inside a wall as strong as its risk calls for.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "options:",
+            "  -h, --help     this text; `ringfence COMMAND --help` for a command's own",
+            "  -V, --version  print the version",
+            "",
+            "examples:",
+            "  ringfence run -- python3 -c 'print(6 * 7)'",
+            "  ringfence run --memory 256M --timeout 30s --file job.py:job.py -- python3 job.py",
+            "  ringfence run -i -- bash",
+            "  ringfence doctor",
+            "",
+            "Environment: RINGFENCE_HOME (where state lives), RINGFENCE_DEBUG=1 (tracebacks), NO_COLOR.",
+        ]
+    )
+    print(text, file=sys.stderr if to_stderr else sys.stdout)
+    return FAILED if to_stderr else 0
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in own
+
+
+def _report(error: Exception, as_json: bool) -> int:
+    if os.environ.get("RINGFENCE_DEBUG", "") not in ("", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    from ringfence.cli.output import print_error
+
+    print_error(error, as_json=as_json)
+    return getattr(error, "exit_code", FAILED)

@@ -1,0 +1,101 @@
+"""What is said about a run at its end: the cause in words, the exit code, the JSON document.
+
+The document of ``ringfence run --json`` (one object on stdout; ``null`` where there is nothing to say)::
+
+    id            sandbox id                     runtime, level    what it ran on
+    boundary      the effective boundary, as measured on the living sandbox
+    cause         exited, signaled, killed, out_of_memory, deadline, cpu_time, output_limit, …
+    message       the cause in words, with the remedy; "" if the command simply returned
+    exit_code     what this program exits with   command_exit_code what a shell would have seen; null: none
+    usage         cpu_seconds, memory_peak, output_bytes, wall_seconds, measured on the host
+    stdout        text, or base64 if it is not UTF-8: stdout_encoding says "utf-8" or "base64"; null if
+    stderr        streamed. The same for stderr and stderr_encoding
+    changes       with --changes: [{path, kind, type, size, digest}]
+    files_out     with --out: [{path, local, bytes, files}]; one that failed has "error" instead
+    owner, labels as asked for                   policy_digest     of the wall
+
+An error of Ringfence itself is ``{"error": {code, message, hint, details}}`` instead, exit code 125.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from ringfence.cli.output import safe
+from ringfence.model.levels import Cause
+from ringfence.model.policy import Policy
+from ringfence.model.quantities import format_duration, format_size
+from ringfence.model.sandbox import End, FileChange
+
+DEADLINE, FAILED, KILLED = 124, 125, 137
+
+
+def exit_code(end: End) -> int:
+    """What ``ringfence run`` exits with."""
+    if end.cause is Cause.DEADLINE:
+        return DEADLINE
+    if end.cause in (Cause.NODE_LOST, Cause.RUNTIME_CRASH):
+        return FAILED
+    if end.cause in (Cause.EXITED, Cause.SIGNALED, Cause.KILLED) and end.exit_code is not None:
+        return end.exit_code
+    return KILLED
+
+
+def explain(end: End, policy: Policy) -> str:
+    """The cause with its limit and how to raise it; empty if the command simply returned."""
+    resources, limits = policy.wall.resources, policy.door.limits
+    cpu_time = policy.wall.process.cpu_time
+    if end.cause is Cause.EXITED:
+        return ""
+    if end.cause is Cause.SIGNALED:
+        return f"the command died of {_signal_name(end.exit_code)}"
+    text = {
+        Cause.OUT_OF_MEMORY: f"killed: out of memory (limit {format_size(resources.memory)});"
+        " raise it with --memory",
+        Cause.DEADLINE: f"killed: deadline (limit {format_duration(limits.timeout)});"
+        " raise it with --timeout",
+        Cause.CPU_TIME: f"killed: CPU time used up (limit {format_duration(cpu_time or 0)});"
+        " raise it with --cpu-time",
+        Cause.OUTPUT_LIMIT: f"killed: too much output (limit {format_size(limits.output)});"
+        " raise it with --output",
+        Cause.IDLE: f"killed: idle for {format_duration(limits.idle or 0)}",
+        Cause.KILLED: "killed on request",
+        Cause.NODE_LOST: "the node service died, and the sandbox with it",
+        Cause.RUNTIME_CRASH: "the sandbox's first process ended without being asked to",
+    }[end.cause]
+    if end.detail and end.cause in (Cause.KILLED, Cause.NODE_LOST, Cause.RUNTIME_CRASH):
+        text += f" ({end.detail})"
+    return text
+
+
+def change_lines(changes: list[FileChange]) -> list[str]:
+    """One line a change, as ``git status --short`` has it; hostile names can't forge one."""
+    letters = {"added": "A", "modified": "M", "deleted": "D"}
+    lines = []
+    for change in changes:
+        size = format_size(change.size) if change.type == "file" and change.kind != "deleted" else ""
+        mark = "/" if change.type == "directory" else ""
+        digest = (change.digest or "")[:19]
+        line = f"{letters.get(change.kind, '?')} {size:>9}  {digest:<19}  {safe(change.path)}{mark}"
+        lines.append(line)
+    return lines
+
+
+def captured(data: bytes | None, name: str) -> dict[str, Any]:
+    """``name`` and ``name_encoding`` of the document."""
+    if data is None:
+        return {name: None, name + "_encoding": None}
+    try:
+        return {name: data.decode(), name + "_encoding": "utf-8"}
+    except UnicodeDecodeError:
+        from base64 import b64encode
+
+        return {name: b64encode(data).decode(), name + "_encoding": "base64"}
+
+
+def _signal_name(code: int | None) -> str:
+    try:
+        return signal.Signals((code or 128) - 128).name
+    except ValueError:
+        return "a signal"

@@ -1,0 +1,372 @@
+"""``ringfence run``: one command in a sandbox of its own, its streams and signals passed through."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ringfence.cli.options import configure
+from ringfence.cli.output import note, print_error, print_error_object, print_json
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import AsyncIterator
+
+    from ringfence.cli.streams import Sink, Source
+    from ringfence.cli.terminal import RawTerminal
+    from ringfence.cli.transfer import Destination
+    from ringfence.model.sandbox import FileChange
+
+__all__ = ["configure", "main"]
+
+MAIN = "main"  # id of the command among the sandbox's processes
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL when we are told to stop
+LAST_WORDS = 1.0  # seconds a slow reader gets for the output of a sandbox that was killed
+FORWARDED = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run it. Returns the exit code."""
+    from ringfence.cli import requesting
+
+    requesting.check_modes(options)
+    argv = requesting.check_command(options)
+    request = requesting.request(options)
+    files = requesting.files_in(options)
+    outs = requesting.files_out(options)
+    aio = _asyncio_without_tls()
+    destinations: list[Destination] = []
+    try:
+        if outs:
+            from ringfence.cli.transfer import Destination
+
+            # Opened before the command runs: a workload that shares a folder with us can't move the ground.
+            destinations += [Destination(out) for out in outs]
+        code: int = aio.run(Run(options, argv, request, files, destinations).main())
+        return code
+    finally:
+        for destination in destinations:
+            destination.close()
+
+
+def _asyncio_without_tls() -> Any:
+    """asyncio, imported without ``ssl``: a fifth of its import time, and nothing here speaks TLS."""
+    if "asyncio" not in sys.modules and "ssl" not in sys.modules:
+        sys.modules["ssl"] = None  # type: ignore[assignment]  # asyncio does without what can't be imported
+        try:
+            import asyncio
+        finally:
+            del sys.modules["ssl"]
+    import asyncio
+
+    return asyncio
+
+
+class Interrupted(Exception):
+    """A signal ended us before the command could be told. ``exit_code`` is what a shell shows."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+class Run:
+    """One run, from the request to the last line printed."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        argv: tuple[str, ...],
+        request: Any,
+        files: Any,
+        outs: list[Destination],
+    ) -> None:
+        self.options = options
+        self.argv = argv
+        self.request = request
+        self.files = files
+        self.outs = outs
+        self.sandbox: Any = None
+        self.process: Any = None
+        self.raw: RawTerminal | None = None
+        self.source: Source | None = None
+        self.sinks: dict[int, Sink] = {}
+        self.capture: dict[int, bytearray] | None = None
+        self.signalled = 0  # the signal that is to end us; 0: none
+        self.interrupts = 0
+        self.task: asyncio.Task[int] | None = None
+        self.errands: set[asyncio.Task[Any]] = set()
+
+    async def main(self) -> int:
+        """Everything, with the clean-up on every way out."""
+        import asyncio
+
+        from ringfence.node.service import Node
+
+        self.task = asyncio.current_task()
+        self._catch_signals(asyncio.get_running_loop())
+        try:
+            node = await Node.open(adopt=False)
+            try:
+                return await self._in_sandbox(node)
+            finally:
+                await node.close()
+        except asyncio.CancelledError:
+            if not self.signalled:
+                raise
+            raise Interrupted(self.signalled) from None
+        finally:
+            for sink in self.sinks.values():
+                sink.close()
+            if self.source is not None:
+                self.source.close()
+
+    async def _in_sandbox(self, node: Any) -> int:
+        self.sandbox = sandbox = await node.create(self.request)
+        kept = False
+        try:
+            if self.files:
+                from ringfence.cli.transfer import copy_in
+
+                await copy_in(await sandbox.link(), self.files)
+            boundary = await sandbox.boundary() if self.options.json else None
+            result = await self._command()
+            changes = await self._changes() if self.options.changes else None
+            copied = await self._copy_out() if self.outs else None
+            kept = self.request.keep and not sandbox.ended.done()
+        finally:
+            if not kept:
+                await sandbox.destroy()
+        return self._report(result, boundary, changes, copied, kept)
+
+    async def _command(self) -> Any:
+        """Run the command; returns the node's result. The terminal is as it was afterwards."""
+        from ringfence.cli.streams import Sink, Source
+        from ringfence.cli.terminal import RawTerminal, window_size
+        from ringfence.guest.processes import ProcessSpec
+
+        options = self.options
+        rows, columns = window_size(0, 1, 2)
+        if options.json and not options.stream:
+            self.capture = {1: bytearray(), 2: bytearray()}
+        else:
+            # With --json our stdout is for the document; the command's output goes to stderr.
+            self.sinks = {1: Sink(2 if options.json else 1), 2: Sink(2)}
+        self.source = Source(0)
+        spec = ProcessSpec(
+            argv=self.argv,
+            cwd=options.workdir,
+            id=MAIN,
+            pty=options.interactive,
+            stdin=True,
+            rows=rows,
+            columns=columns,
+            env=_terminal_environment(self.request.env) if options.interactive else {},
+        )
+        if not options.interactive:
+            return await self._run(spec)
+        with RawTerminal(0) as self.raw:
+            return await self._run(spec)
+
+    async def _run(self, spec: Any) -> Any:
+        import asyncio
+
+        running = asyncio.ensure_future(
+            self.sandbox.run(spec, on_output=self._output, stdin=self._input(), on_start=self._started)
+        )
+        ended = self.sandbox.ended
+        try:
+            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                # Killed, while a reader of ours takes its time: it gets a little of it.
+                await asyncio.wait({running}, timeout=LAST_WORDS)
+                for sink in self.sinks.values():
+                    sink.abandon()
+            return await running
+        finally:
+            self.process = None
+            if not running.done():
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    def _started(self, process: Any) -> None:
+        self.process = process
+
+    async def _input(self) -> AsyncIterator[bytes]:
+        assert self.source is not None
+        async for data in self.source:
+            yield data
+
+    async def _output(self, output: Any) -> None:
+        if self.capture is not None:
+            self.capture[output.stream] += output.data
+            return
+        sink = self.sinks[output.stream]
+        before = sink.broken
+        await sink.write(output.data)
+        if sink.broken and not before and self.process is not None and not self.sandbox.ended.done():
+            # As in a shell's pipeline: who writes to nobody gets SIGPIPE.
+            self._errand(self.process.signal(signal.SIGPIPE, "group"))
+
+    # -- what comes after the command ------------------------------------------------------------
+
+    async def _changes(self) -> list[FileChange]:
+        found: list[FileChange] = await self.sandbox.changes()
+        return found
+
+    async def _copy_out(self) -> list[dict[str, Any]]:
+        from ringfence.cli.transfer import copy_out
+
+        limit = self.request.policy.wall.resources.disk
+        return [await copy_out(self.sandbox, destination, limit) for destination in self.outs]
+
+    def _report(
+        self,
+        result: Any,
+        boundary: Any,
+        changes: list[FileChange] | None,
+        copied: list[dict[str, Any]] | None,
+        kept: bool,
+    ) -> int:
+        from ringfence.cli import report
+
+        end, options = result.end, self.options
+        code = report.exit_code(end)
+        message = report.explain(end, self.request.policy)
+        failed = [out for out in copied or () if "error" in out]
+        if failed and code == 0:
+            code = report.FAILED  # what was asked for is not there: that must not look like success
+        if options.json:
+            print_json(
+                {
+                    "id": self.sandbox.id,
+                    "runtime": boundary.runtime,
+                    "level": boundary.level,
+                    "boundary": boundary.as_dict(),
+                    "cause": end.cause.value,
+                    "message": message,
+                    "exit_code": code,
+                    "command_exit_code": end.exit_code,
+                    "usage": result.usage,
+                    **report.captured(self._captured(1), "stdout"),
+                    **report.captured(self._captured(2), "stderr"),
+                    "changes": changes,
+                    "files_out": copied,
+                    "owner": self.request.owner,
+                    "labels": self.request.labels,
+                    "policy_digest": self.request.policy.wall.digest(),
+                    "kept": kept,
+                }
+            )
+        else:
+            if changes is not None and changes:
+                print("\n".join(report.change_lines(changes)), file=sys.stderr, flush=True)
+            for out in failed:
+                print_error_object(out["error"])
+        if message and not options.quiet and not (options.json and not options.stream):
+            note(message)
+        if kept and not options.quiet:
+            note(f"kept {self.sandbox.id}; end it with `ringfence stop {self.sandbox.id}`")
+        return code
+
+    def _captured(self, stream: int) -> bytes | None:
+        return None if self.capture is None else bytes(self.capture[stream])
+
+    # -- signals ---------------------------------------------------------------------------------
+
+    def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGHUP, self._stop, signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGTSTP, self._suspend)
+        loop.add_signal_handler(signal.SIGCONT, self._continue)
+        for number in FORWARDED:
+            loop.add_signal_handler(number, self._forward, number)
+        if self.options.interactive:
+            loop.add_signal_handler(signal.SIGWINCH, self._resize)
+
+    def _interrupt(self) -> None:
+        """The first Ctrl-C is the command's, the second one is for the whole sandbox."""
+        self.interrupts += 1
+        if self.process is None:
+            self._give_up(signal.SIGINT)
+        elif self.interrupts == 1:
+            self._forward(signal.SIGINT)
+        else:
+            self._errand(self.sandbox.stop(0))
+
+    def _stop(self, number: int) -> None:
+        if self.process is None:
+            self._give_up(number)
+        elif self.signalled:
+            self._errand(self.sandbox.stop(0))
+        else:
+            self.signalled = number
+            self._errand(self.sandbox.stop(GRACE))
+
+    def _give_up(self, number: int) -> None:
+        """No command to tell it to (not yet, or not any more): we are what is interrupted."""
+        self.signalled = number
+        if self.task is not None:
+            self.task.cancel()
+
+    def _forward(self, number: int) -> None:
+        if self.process is not None:
+            self._errand(self.process.signal(number, "group"))
+
+    def _suspend(self) -> None:
+        """Ctrl-Z: the command stops, then we do. Its deadline goes on meanwhile."""
+        if self.process is not None:
+            self._errand(self._suspend_after(self.process))
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def _suspend_after(self, process: Any) -> None:
+        await process.signal(signal.SIGSTOP, "group")
+        if self.raw is not None:
+            self.raw.restore()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _continue(self) -> None:
+        if self.raw is not None:
+            self.raw.resume()
+        if self.source is not None:
+            self.source.resume()
+        if self.process is not None:
+            self._errand(self.process.signal(signal.SIGCONT, "group"))
+
+    def _resize(self) -> None:
+        from ringfence.cli.terminal import window_size
+
+        if self.process is not None:
+            self._errand(self.process.resize(*window_size(0, 1, 2)))
+
+    def _errand(self, coroutine: Any) -> None:
+        """Do it beside the rest. That the command has ended meanwhile is no error."""
+        import asyncio
+
+        task = asyncio.ensure_future(_quietly(coroutine))
+        self.errands.add(task)
+        task.add_done_callback(self.errands.discard)
+
+
+async def _quietly(coroutine: Any) -> None:
+    from ringfence.model.errors import RingfenceError
+
+    try:
+        await coroutine
+    except (RingfenceError, OSError) as error:
+        if os.environ.get("RINGFENCE_DEBUG"):
+            print_error(error, as_json=False)
+
+
+def _terminal_environment(env: dict[str, str]) -> dict[str, str]:
+    """What a program needs to draw on our terminal, unless the caller has set it."""
+    names = ("TERM", "COLORTERM", "NO_COLOR")
+    found = {name: os.environ[name] for name in names if name in os.environ and name not in env}
+    if "TERM" not in env:
+        found.setdefault("TERM", "xterm")
+    return found
