@@ -163,7 +163,7 @@ def parse_mount(text: str) -> Mount:
 
 
 def check_mounts(
-    mounts: Iterable[Mount], allowed: Iterable[str] = (), *, state: str | None = None
+    mounts: Iterable[Mount], allow: Iterable[str] = (), *, state: str | None = None
 ) -> tuple[Mount, ...]:
     """Judge mounts on this host; returns them with each source resolved to the path that was judged.
 
@@ -171,14 +171,14 @@ def check_mounts(
 
     Args:
         mounts: from the policy and the command line.
-        allowed: sources that ``--allow-dangerous-mount`` names, as written or resolved.
+        allow: sources that ``--allow-dangerous-mount`` names, as written or resolved.
         state: Ringfence's state folder; by default the one that this user's node has.
 
     Raises:
         InvalidRequest: a source is missing or unreadable, a target is impossible or used twice.
-        DangerousMount: a source would hand over the host, and ``allowed`` doesn't name it.
+        DangerousMount: a source would hand over the host, and ``allow`` doesn't name it.
     """
-    names = {os.path.abspath(name) for name in allowed}
+    names = {os.path.abspath(name) for name in allow}
     homes: dict[str, str] | None = None
     targets: set[str] = set()
     result = []
