@@ -18,6 +18,8 @@ from ringfence.cli.output import note, print_json, printable, table
 from ringfence.cli.parsing import Parser, add_json
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from ringfence.cli.canaries import Canaries
     from ringfence.model.sandbox import EffectiveBoundary
 
@@ -129,8 +131,7 @@ async def examine(node: Any, runtime: str | None, user: int, python: str) -> Fin
         # The token is in our own environment: a sandbox that inherits it has leaked it.
         sandbox = await node.create(SandboxRequest(policy=policy))
         try:
-            boundary = await sandbox.boundary()
-            answers = await _try_inside(sandbox, canaries, python)
+            boundary, answers = await _try_inside(sandbox, canaries, python)
         finally:
             await sandbox.destroy()
         findings = Findings(boundary, _promises(answers))
@@ -139,8 +140,10 @@ async def examine(node: Any, runtime: str | None, user: int, python: str) -> Fin
     return findings
 
 
-async def _try_inside(sandbox: Any, canaries: Canaries, python: str) -> dict[str, Any]:
-    """The attempts' own words; empty if they could not be made."""
+async def _try_inside(
+    sandbox: Any, canaries: Canaries, python: str
+) -> tuple[EffectiveBoundary, dict[str, Any]]:
+    """The wall as it stands while the attempts run, and their own words: none if they could not be made."""
     import inspect
     import json
 
@@ -149,20 +152,26 @@ async def _try_inside(sandbox: Any, canaries: Canaries, python: str) -> dict[str
 
     streams: dict[int, bytearray] = {1: bytearray(), 2: bytearray()}
     spec = ProcessSpec((python, "-I", "-S", "-c", inspect.getsource(inside)))
+    walls: list[EffectiveBoundary] = []
+
+    async def told() -> AsyncIterator[bytes]:
+        # The command is there and waits for its input: now its own user and capabilities can be read.
+        walls.append(await sandbox.boundary())
+        yield json.dumps(canaries.described()).encode()
+
     result = await sandbox.run(
-        spec,
-        on_output=lambda output: streams[output.stream].extend(output.data),
-        stdin=json.dumps(canaries.described()).encode(),
+        spec, on_output=lambda output: streams[output.stream].extend(output.data), stdin=told()
     )
+    boundary = walls[0] if walls else await sandbox.boundary()
     try:
         answers = json.loads(bytes(streams[1]))
     except ValueError:
         answers = None
     if isinstance(answers, dict):
-        return answers
+        return boundary, answers
     words = bytes(streams[2]).decode(errors="replace").strip().splitlines() or [result.end.cause.value]
     note(f"the attempts inside ended early: {printable(words[-1])}")
-    return {}
+    return boundary, {}
 
 
 def _promises(answers: dict[str, Any]) -> list[Promise]:

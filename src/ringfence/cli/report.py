@@ -3,7 +3,7 @@
 The document of ``ringfence run --json`` (one object on stdout; ``null`` where there is nothing to say)::
 
     id            sandbox id                     runtime, level    what it ran on
-    boundary      the effective boundary, as measured on the living sandbox
+    boundary      the effective boundary, measured on the living sandbox; null if it died before
     cause         exited, signaled, killed, out_of_memory, deadline, cpu_time, output_limit, …
     message       the cause in words, with the remedy; "" if the command simply returned
     exit_code     what this program exits with   command_exit_code what a shell would have seen; null: none
@@ -19,16 +19,60 @@ An error of Ringfence itself is ``{"error": {code, message, hint, details}}`` in
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from typing import Any
 
 from ringfence.cli.output import safe
+from ringfence.model.errors import GuestRefused, InvalidRequest, RingfenceError
 from ringfence.model.levels import Cause
 from ringfence.model.policy import Policy
 from ringfence.model.quantities import format_duration, format_size
 from ringfence.model.sandbox import End, FileChange
 
-DEADLINE, FAILED, KILLED = 124, 125, 137
+DEADLINE, FAILED, NOT_EXECUTABLE, NOT_FOUND, KILLED = 124, 125, 126, 127, 137
+
+
+class CommandRefused(RingfenceError):
+    """The command could not be started: not found (exit code 127), or not executable (126)."""
+
+    code = "command_refused"
+
+    def __init__(self, message: str, *, hint: str, exit_code: int) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+
+
+class Interrupted(RingfenceError):
+    """A signal ended us when there was no command to pass it to. ``exit_code`` is what a shell shows."""
+
+    code = "interrupted"
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}; the sandbox is gone")
+        self.exit_code = 128 + number
+
+
+def refusal(error: GuestRefused, argv: tuple[str, ...], workdir: str | None) -> RingfenceError:
+    """Why the command did not start, in the user's words. ``error`` itself where we know no better."""
+    name = safe(argv[0])
+    reason = os.strerror(error.errno)
+    if "(cwd" in error.message:
+        return InvalidRequest(
+            f"--workdir {safe(workdir or '')}: {reason}", hint="name a folder that is there inside"
+        )
+    if "(program" not in error.message:
+        return error
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        hint = "a sandbox sees the host's /usr; bring other programs with --file or --mount"
+        if "/" in argv[0]:
+            hint += " (and their interpreter: the first line of a script names it)"
+        return CommandRefused(f"{name}: not found in the sandbox", hint=hint, exit_code=NOT_FOUND)
+    hint = "chmod +x it, or name its interpreter: ringfence run -- python3 FILE"
+    if error.errno == errno.ENOEXEC:
+        reason = "neither a program nor a script with a #! line"
+    return CommandRefused(f"{name}: can't be executed: {reason}", hint=hint, exit_code=NOT_EXECUTABLE)
 
 
 def exit_code(end: End) -> int:

@@ -65,14 +65,6 @@ def _asyncio_without_tls() -> Any:
     return asyncio
 
 
-class Interrupted(Exception):
-    """A signal ended us before the command could be told. ``exit_code`` is what a shell shows."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
-
-
 class Run:
     """One run, from the request to the last line printed."""
 
@@ -98,6 +90,7 @@ class Run:
         self.signalled = 0  # the signal that is to end us; 0: none
         self.interrupts = 0
         self.task: asyncio.Task[int] | None = None
+        self.measuring: asyncio.Task[Any] | None = None
         self.errands: set[asyncio.Task[Any]] = set()
 
     async def main(self) -> int:
@@ -117,6 +110,8 @@ class Run:
         except asyncio.CancelledError:
             if not self.signalled:
                 raise
+            from ringfence.cli.report import Interrupted
+
             raise Interrupted(self.signalled) from None
         finally:
             for sink in self.sinks.values():
@@ -132,8 +127,8 @@ class Run:
                 from ringfence.cli.transfer import copy_in
 
                 await copy_in(await sandbox.link(), self.files)
-            boundary = await sandbox.boundary() if self.options.json else None
             result = await self._command()
+            boundary = await self._boundary() if self.options.json else None
             changes = await self._changes() if self.options.changes else None
             copied = await self._copy_out() if self.outs else None
             kept = self.request.keep and not sandbox.ended.done()
@@ -147,6 +142,7 @@ class Run:
         from ringfence.cli.streams import Sink, Source
         from ringfence.cli.terminal import RawTerminal, window_size
         from ringfence.guest.processes import ProcessSpec
+        from ringfence.model.errors import GuestRefused
 
         options = self.options
         rows, columns = window_size(0, 1, 2)
@@ -166,10 +162,17 @@ class Run:
             columns=columns,
             env=_terminal_environment(self.request.env) if options.interactive else {},
         )
-        if not options.interactive:
-            return await self._run(spec)
-        with RawTerminal(0) as self.raw:
-            return await self._run(spec)
+        try:
+            if not options.interactive:
+                return await self._run(spec)
+            with RawTerminal(0) as self.raw:
+                return await self._run(spec)
+        except GuestRefused as error:
+            from ringfence.cli.report import refusal
+
+            raise refusal(error, self.argv, options.workdir) from error
+        finally:
+            self.raw = None
 
     async def _run(self, spec: Any) -> Any:
         import asyncio
@@ -194,6 +197,20 @@ class Run:
 
     def _started(self, process: Any) -> None:
         self.process = process
+        if self.options.json:
+            import asyncio
+
+            # While the command runs: its own user and capabilities can be read now.
+            self.measuring = asyncio.ensure_future(self.sandbox.boundary())
+
+    async def _boundary(self) -> Any:
+        """The effective boundary; None if the wall came down before it could be looked at."""
+        from ringfence.model.errors import WrongState
+
+        try:
+            return await (self.measuring or self.sandbox.boundary())
+        except (WrongState, OSError):
+            return None
 
     async def _input(self) -> AsyncIterator[bytes]:
         assert self.source is not None
@@ -232,6 +249,7 @@ class Run:
         kept: bool,
     ) -> int:
         from ringfence.cli import report
+        from ringfence.model.levels import Cause
 
         end, options = result.end, self.options
         code = report.exit_code(end)
@@ -243,9 +261,9 @@ class Run:
             print_json(
                 {
                     "id": self.sandbox.id,
-                    "runtime": boundary.runtime,
-                    "level": boundary.level,
-                    "boundary": boundary.as_dict(),
+                    "runtime": self.sandbox.handle.runtime,
+                    "level": self.sandbox.runtime.level.value,
+                    "boundary": boundary and boundary.as_dict(),
                     "cause": end.cause.value,
                     "message": message,
                     "exit_code": code,
@@ -266,7 +284,9 @@ class Run:
                 print("\n".join(report.change_lines(changes)), file=sys.stderr, flush=True)
             for out in failed:
                 print_error_object(out["error"])
-        if message and not options.quiet and not (options.json and not options.stream):
+        # That Ctrl-C, or the reader's leaving, ended it is no news to who did that.
+        told = end.cause is Cause.KILLED and code != report.KILLED
+        if message and not told and not options.quiet and not (options.json and not options.stream):
             note(message)
         if kept and not options.quiet:
             note(f"kept {self.sandbox.id}; end it with `ringfence stop {self.sandbox.id}`")

@@ -1,0 +1,443 @@
+"""``ringfence bench``: speed and memory through the contract, beside other tools in the same run.
+
+docs/SPECIFICATION.md has the promises and the method. Each sample is one whole operation; ours and the
+references' alternate, so that what else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ringfence.cli import hello, timing
+from ringfence.cli.output import note, print_json, printable, table
+from ringfence.cli.parsing import Parser, add_json
+from ringfence.cli.references import REFERENCES, Absent, Reference
+from ringfence.cli.timing import Samples
+from ringfence.guest.processes import ProcessSpec
+from ringfence.model.errors import InvalidRequest, RingfenceError
+from ringfence.model.levels import Level
+from ringfence.model.policy import Isolation, Mount, Policy
+from ringfence.model.quantities import format_size
+from ringfence.model.sandbox import EffectiveBoundary, SandboxRequest
+from ringfence.node.service import Node
+
+INSIDE = "/opt/ringfence-bench/hello"
+MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    starts: int
+    execs: int
+    rate_seconds: float
+    idle: int
+    alive: int
+    cli: int
+    warm: int = 3
+
+
+FULL = Effort(starts=200, execs=500, rate_seconds=3.0, idle=200, alive=500, cli=30)
+QUICK = Effort(starts=30, execs=100, rate_seconds=1.0, idle=40, alive=100, cli=8)
+WORKERS = (1, 2, 4, 8)
+
+
+@dataclass(slots=True)
+class Promise:
+    """A line of docs/SPECIFICATION.md, measured. ``limit`` is the most, or the least with ``at_least``."""
+
+    what: str
+    limit: float
+    value: float
+    unit: str
+    at_least: bool = False
+    reference: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether it holds here and now."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        sign = ">=" if self.at_least else "<="
+        return {
+            "what": self.what,
+            "promise": f"{sign} {self.limit:g} {self.unit}".strip(),
+            "measured": round(self.value, 3),
+            "unit": self.unit,
+            "held": self.held,
+            "reference": self.reference,
+        }
+
+
+def configure(parser: Parser) -> None:
+    """Add the options."""
+    parser.description = (
+        "Measure through the same contract that everything uses, with the default policy, size small and\n"
+        "every layer on: cold start to the first byte of a static command's output, a command in a running\n"
+        "sandbox, create + run + destroy a second, memory of an idle sandbox, start of this command line.\n\n"
+        "Prints p50, p95 and p99 with the number of samples, other tools beside them, and each promise of\n"
+        "docs/SPECIFICATION.md. Exits 1 if one does not hold. Takes a minute or two; use an idle machine."
+    )
+    parser.epilog = (
+        "examples:\n  ringfence bench --quick\n  ringfence bench --runtime jail --runtime bubblewrap\n"
+        "  ringfence bench --against bwrap,runc,docker --json > figures.json"
+    )
+    parser.add_argument("--runtime", action="append", metavar="NAME", help="may be repeated (default: jail)")
+    parser.add_argument(
+        "--against", default="bwrap", metavar="TOOLS", help=f"of {', '.join(REFERENCES)} (default: bwrap)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer samples: seconds instead of minutes")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=("cold", "exec", "rate", "memory", "cli"),
+        help="this part only (may be repeated)",
+    )
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure, and print."""
+    names = [name for name in options.against.split(",") if name]
+    for name in names:
+        if name not in REFERENCES:
+            raise InvalidRequest(f"--against {name}: unknown tool", hint=f"known: {', '.join(REFERENCES)}")
+    with tempfile.TemporaryDirectory(prefix="ringfence-bench-") as folder:
+        os.chmod(folder, 0o755)  # noqa: S103 - the workload's user runs what lies here
+        try:
+            program = hello.write(folder)
+        except KeyError:
+            raise InvalidRequest(f"no static command for {os.uname().machine} yet") from None
+        bench = Bench(QUICK if options.quick else FULL, program, options.only, quiet=options.json)
+        bench.prepare(names, folder)
+        try:
+            asyncio.run(bench.runtimes(options.runtime or ["jail"]))
+            if bench.wants("cli"):
+                bench.command_line()
+        finally:
+            for reference in bench.references:
+                reference.remove()
+    if options.json:
+        print_json(bench.as_dict())
+    else:
+        bench.print()
+    return 0 if all(promise.held for promise in bench.promises) else 1
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, effort: Effort, program: str, only: list[str] | None, *, quiet: bool) -> None:
+        self.effort = effort
+        self.program = program
+        self.only = only
+        self.quiet = quiet
+        self.references: list[Reference] = []
+        self.absent: dict[str, str] = {}
+        self.figures: list[dict[str, Any]] = []
+        self.promises: list[Promise] = []
+        self.boundaries: list[EffectiveBoundary] = []
+
+    def wants(self, part: str) -> bool:
+        """Whether this part is to be measured."""
+        return not self.only or part in self.only
+
+    def prepare(self, names: list[str], folder: str) -> None:
+        """Make the references ready; one that isn't here is reported, not fatal."""
+        for name in names:
+            place = os.path.join(folder, name)
+            os.mkdir(place)
+            reference = REFERENCES[name](self.program, place)
+            try:
+                reference.prepare()
+                reference.start(None)
+            except (Absent, OSError, RuntimeError) as error:
+                self.absent[name] = str(error)
+                reference.remove()
+            else:
+                self.references.append(reference)
+
+    async def runtimes(self, names: list[str]) -> None:
+        """Everything that goes through the node."""
+        async with await Node.open(adopt=False) as node:
+            for name in names:
+                await node.runtime(name)  # an unknown name is an error before anything is measured
+            for name in names:
+                try:
+                    await self._runtime(node, name)
+                except RingfenceError as error:
+                    if len(names) == 1:
+                        raise
+                    self.absent[name] = error.message
+
+    async def _runtime(self, node: Node, name: str) -> None:
+        request = self._request(name)
+        first = await node.create(request)
+        try:
+            self.boundaries.append(await first.boundary())
+        finally:
+            await first.destroy()
+        if self.wants("cold"):
+            await self._cold(node, name, request)
+        if self.wants("exec"):
+            await self._exec(node, name, request)
+        if self.wants("rate"):
+            await self._rate(node, name, request)
+        if self.wants("memory"):
+            await self._memory(node, name, request)
+
+    def _request(self, runtime: str) -> SandboxRequest:
+        policy = Policy().with_wall(isolation=Isolation(runtime=runtime, minimum=Level.L1))
+        filesystem = policy.wall.filesystem
+        mounts = (Mount(self.program, INSIDE),)
+        from dataclasses import replace
+
+        return SandboxRequest(policy=policy.with_wall(filesystem=replace(filesystem, mounts=mounts)))
+
+    async def _cold(self, node: Node, name: str, request: SandboxRequest) -> None:
+        self._say(f"{name}: cold start")
+        ours = Samples(f"{name}: cold start to first output")
+        others = [Samples(f"{reference.name}: cold start to first output") for reference in self.references]
+        for turn in range(-self.effort.warm, self.effort.starts):
+            await _start_once(node, request, ours if turn >= 0 else None)
+            for reference, samples in zip(self.references, others, strict=True):
+                # The slow ones need fewer samples to be told from the fast ones.
+                if reference.name != "bwrap" and turn % 5:
+                    continue
+                reference.start(samples if turn >= 0 else None)
+        self.figures += [samples.as_dict() for samples in (ours, *others)]
+        for reference, samples in zip(self.references, others, strict=True):
+            limit = {("jail", "bwrap"): 0.6}.get((name, reference.name))
+            ratio = ours.percentile(50) / samples.percentile(50)
+            self.figures.append(
+                {"name": f"{name} / {reference.name}, cold, p50", "unit": "ratio", "value": ratio}
+            )
+            if limit is not None:
+                text = f"{ours.percentile(50):.2f} ms beside {samples.percentile(50):.2f} ms"
+                self.promises.append(
+                    Promise(
+                        f"{name} cold start beside {reference.name}, p50", limit, ratio, "x", reference=text
+                    )
+                )
+
+    async def _exec(self, node: Node, name: str, request: SandboxRequest) -> None:
+        self._say(f"{name}: commands in a running sandbox")
+        samples = Samples(f"{name}: command in a running sandbox")
+        sandbox = await node.create(request)
+        try:
+            link = await sandbox.link()
+            for turn in range(-self.effort.warm, self.effort.execs):
+                started = time.perf_counter()
+                result = await sandbox.run(ProcessSpec((INSIDE,), id=f"bench-{turn}"))
+                if turn >= 0:
+                    samples.add(started)
+                if result.end.exit_code != 0:
+                    raise RuntimeError(f"the static command ended with {result.end}")
+                await link.remove(f"bench-{turn}")
+        finally:
+            await sandbox.destroy()
+        self.figures.append(samples.as_dict())
+        if name == "jail":
+            self.promises.append(
+                Promise(f"{name}: command in a running sandbox, p50", 1.5, samples.percentile(50), "ms")
+            )
+
+    async def _rate(self, node: Node, name: str, request: SandboxRequest) -> None:
+        best = 0.0
+        for workers in WORKERS:
+            self._say(f"{name}: create + run + destroy, {workers} at once")
+            rate, count = await self._rate_of(node, request, workers)
+            best = max(best, rate)
+            label = f"{name}: create + run + destroy, {workers} at once"
+            self.figures.append({"name": label, "unit": "1/s", "n": count, "value": round(rate, 1)})
+        if name == "jail":
+            self.promises.append(
+                Promise(f"{name}: create + run + destroy, sustained", 250, best, "1/s", at_least=True)
+            )
+
+    async def _rate_of(self, node: Node, request: SandboxRequest, workers: int) -> tuple[float, int]:
+        count = 0
+        started = time.perf_counter()
+        end = started + self.effort.rate_seconds
+
+        async def work() -> None:
+            nonlocal count
+            while time.perf_counter() < end:
+                await _whole_life(node, request)
+                count += 1
+
+        await asyncio.gather(*(work() for _ in range(workers)))
+        return count / (time.perf_counter() - started), count
+
+    async def _memory(self, node: Node, name: str, request: SandboxRequest) -> None:
+        self._say(f"{name}: {self.effort.idle} idle, then {self.effort.alive} alive")
+        sandboxes: list[Any] = []
+        try:
+            await _fill(node, request, sandboxes, 1)  # the template and the first of everything is not theirs
+            await asyncio.sleep(0.2)
+            before = timing.memory_available()
+            await _fill(node, request, sandboxes, 1 + self.effort.idle)
+            await asyncio.sleep(0.2)
+            each = (before - timing.memory_available()) / self.effort.idle
+            await _fill(node, request, sandboxes, self.effort.alive)
+            alive = sum([await _answers(sandbox) for sandbox in sandboxes])
+        finally:
+            for start in range(0, len(sandboxes), 8):
+                await asyncio.gather(*(sandbox.destroy() for sandbox in sandboxes[start : start + 8]))
+        self.figures.append(
+            {
+                "name": f"{name}: memory of an idle sandbox",
+                "unit": "MB",
+                "n": self.effort.idle,
+                "value": each / 1e6,
+            }
+        )
+        self.figures.append({"name": f"{name}: alive at once", "unit": "", "n": 1, "value": alive})
+        if name == "jail":
+            self.promises.append(Promise(f"{name}: memory of an idle sandbox", 1.0, each / 1e6, "MB"))
+            self.promises.append(
+                Promise(f"{name}: alive at once", self.effort.alive, alive, "sandboxes", at_least=True)
+            )
+
+    def command_line(self) -> None:
+        """Our own start, beside Python's."""
+        self._say("command line")
+        python, own = sys.executable, _own_command()
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        pairs = (
+            ("ringfence run -- true", [*own, "run", "--", "true"], "import asyncio", 60.0),
+            ("ringfence --help", [*own, "--help"], "pass", 80.0),
+        )
+        for label, argv, code, more in pairs:
+            ours, plain = Samples(label), Samples(f"python -c '{code}'")
+            for turn in range(-self.effort.warm, self.effort.cli):
+                timing.to_the_end(argv, ours if turn >= 0 else None, env)
+                timing.to_the_end([python, "-c", code], plain if turn >= 0 else None, env)
+            self.figures += [ours.as_dict(), plain.as_dict()]
+            text = f"{ours.percentile(50):.0f} ms beside {plain.percentile(50):.0f} ms"
+            difference = ours.percentile(50) - plain.percentile(50)
+            self.promises.append(
+                Promise(f"{label} over python -c '{code}', p50", more, difference, "ms", reference=text)
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document of ``--json``."""
+        return {
+            "machine": _machine(),
+            "boundaries": [boundary.as_dict() for boundary in self.boundaries],
+            "figures": self.figures,
+            "promises": [promise.as_dict() for promise in self.promises],
+            "absent": self.absent,
+        }
+
+    def print(self) -> None:
+        """Tables."""
+        machine = _machine()
+        print(f"{machine['cpus']} CPUs, {format_size(machine['memory'])}, Linux {machine['kernel']}", end="")
+        print(f", load {machine['load']:.2f}\n")
+        for wall in self.boundaries:
+            limits = ", ".join(f"{name} {how}" for name, how in wall.limits.items())
+            print(
+                f"{wall.runtime}: {wall.level.value} {wall.boundary.value}; own {' '.join(wall.namespaces)};"
+                f" seccomp {wall.seccomp}; landlock {wall.landlock};"
+                f" capabilities {', '.join(wall.capabilities) or 'none'}; {limits}\n"
+            )
+        timed = [figure for figure in self.figures if "p50" in figure]
+        rows = [
+            (f["name"], f["n"], *(f"{f[key]:.2f}" for key in ("min", "p50", "p95", "p99"))) for f in timed
+        ]
+        if rows:
+            table(("milliseconds", "n", "min", "p50", "p95", "p99"), rows)
+        rows = [
+            (f["name"], f.get("n", ""), f"{f['value']:.2f} {f['unit']}") for f in self.figures if "value" in f
+        ]
+        if rows:
+            table(("other figures", "n", "value"), rows)
+        for name, reason in self.absent.items():
+            print(f"{name}: absent: {printable(reason)}")
+        shown = [promise.as_dict() for promise in self.promises]
+        rows = [
+            (p["what"], p["promise"], f"{p['measured']:g} {p['unit']}", "held" if p["held"] else "not held",
+             p["reference"])
+            for p in shown
+        ]  # fmt: skip
+        if rows:
+            print()
+            table(("promise", "limit", "measured", "state", "from"), rows)
+
+    def _say(self, text: str) -> None:
+        if not self.quiet and sys.stderr.isatty():
+            note(text)
+
+
+async def _start_once(node: Node, request: SandboxRequest, samples: Samples | None) -> None:
+    """From nothing to the first byte of output; the end is not timed."""
+    started = time.perf_counter()
+    sandbox = await node.create(request)
+    try:
+        process = await sandbox.start(ProcessSpec((INSIDE,)))
+        async for _ in process:
+            break
+        else:
+            raise RuntimeError("the static command said nothing")
+        if samples is not None:
+            samples.add(started)
+        await process.close()
+    finally:
+        await sandbox.destroy()
+
+
+async def _whole_life(node: Node, request: SandboxRequest) -> None:
+    sandbox = await node.create(request)
+    try:
+        result = await sandbox.run(ProcessSpec((INSIDE,)))
+    finally:
+        await sandbox.destroy()
+    if result.end.exit_code != 0:
+        raise RuntimeError(f"the static command ended with {result.end}")
+
+
+async def _fill(node: Node, request: SandboxRequest, sandboxes: list[Any], count: int) -> None:
+    while len(sandboxes) < count:
+        more = min(4, count - len(sandboxes))
+        made = await asyncio.gather(*(node.create(request) for _ in range(more)), return_exceptions=True)
+        sandboxes += [sandbox for sandbox in made if not isinstance(sandbox, BaseException)]
+        for failed in made:
+            if isinstance(failed, BaseException):
+                raise failed
+
+
+async def _answers(sandbox: Any) -> bool:
+    if sandbox.ended.done():
+        return False
+    result = await sandbox.run(ProcessSpec((INSIDE,)))
+    return bool(result.end.exit_code == 0)
+
+
+def _own_command() -> list[str]:
+    """The installed script beside this Python, else the module."""
+    script = os.path.join(os.path.dirname(sys.executable), "ringfence")
+    if os.access(script, os.X_OK):
+        return [script]
+    return [sys.executable, "-m", "ringfence"]
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpus": os.cpu_count(),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": os.uname().release,
+        "python": sys.version.split()[0],
+        "root": os.geteuid() == 0,
+        "load": os.getloadavg()[0],
+    }

@@ -1,0 +1,131 @@
+"""Other tools that ``ringfence bench`` measures beside, in the same run, with the same static command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from typing import Any
+
+from ringfence.cli import timing
+from ringfence.cli.timing import Samples
+
+PATIENCE = 30  # seconds for a tool that only has to answer
+
+
+class Absent(Exception):
+    """The tool can't be measured here; the message says why."""
+
+
+class Reference:
+    """One tool. ``start`` times one start to the first byte of output."""
+
+    name = ""
+
+    def __init__(self, hello: str, folder: str) -> None:
+        self.hello = hello
+        self.folder = folder
+        self.argv: list[str] = []
+
+    def prepare(self) -> None:
+        """Make what it needs.
+
+        Raises:
+            Absent: it is not here, or does not work.
+        """
+        raise NotImplementedError
+
+    def start(self, samples: Samples | None) -> None:
+        """One start."""
+        timing.first_byte(self.argv, samples)
+
+    def remove(self) -> None:
+        """Take away what ``prepare`` made outside of the folder."""
+
+
+class Bubblewrap(Reference):
+    """``bwrap --unshare-all`` with the host's root shown read-only."""
+
+    name = "bwrap"
+
+    def prepare(self) -> None:
+        """It only has to be there."""
+        options = ["--unshare-all", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+        self.argv = [_find("bwrap"), *options, self.hello]
+
+
+class Runc(Reference):
+    """``runc run`` of a bundle that ``runc spec`` made, its root holding the command alone."""
+
+    name = "runc"
+    _number = 0
+
+    def prepare(self) -> None:
+        """Make the bundle."""
+        path = _find("runc")
+        bundle = os.path.join(self.folder, "bundle")
+        root = os.path.join(bundle, "rootfs")
+        os.makedirs(root)
+        shutil.copy(self.hello, root)
+        rootless = [] if os.geteuid() == 0 else ["--rootless"]
+        _answer([path, "spec", "--bundle", bundle, *rootless])
+        name = os.path.join(bundle, "config.json")
+        with open(name) as file:
+            config: dict[str, Any] = json.load(file)
+        config["process"]["terminal"] = False
+        config["process"]["args"] = ["/hello"]
+        with open(name, "w") as file:
+            json.dump(config, file)
+        self._state = os.path.join(self.folder, "runc")
+        self.argv = [path, "--root", self._state, "run", "--bundle", bundle]
+
+    def start(self, samples: Samples | None) -> None:
+        """A container id is needed for each."""
+        self._number += 1
+        timing.first_byte([*self.argv, f"ringfence-bench-{os.getpid()}-{self._number}"], samples)
+
+
+class Docker(Reference):
+    """``docker run`` of an image that holds the command alone, without a network."""
+
+    name = "docker"
+
+    def prepare(self) -> None:
+        """Import the image; only where an engine answers."""
+        path = _find("docker")
+        _answer([path, "info", "--format", "{{.ServerVersion}}"])
+        self.image = f"ringfence-bench:{os.getpid()}"
+        archive = os.path.join(self.folder, "image.tar")
+        _answer(["tar", "-C", os.path.dirname(self.hello), "-cf", archive, os.path.basename(self.hello)])
+        _answer([path, "import", archive, self.image])
+        self.argv = [path, "run", "--rm", "--network", "none", self.image, "/hello"]
+
+    def remove(self) -> None:
+        """The image."""
+        with contextlib.suppress(Absent, AttributeError):
+            _answer([_find("docker"), "rmi", "-f", self.image])
+
+
+REFERENCES = {kind.name: kind for kind in (Bubblewrap, Runc, Docker)}
+
+
+def _find(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise Absent("not installed")
+    return path
+
+
+def _answer(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Absent(str(error)) from None
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise Absent(lines[-1] if lines else f"{argv[0]} ended with {done.returncode}")
+    return done.stdout
