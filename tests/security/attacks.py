@@ -25,8 +25,8 @@ class Control:
     """The same attempt where the protection is off: a plain child of the test, on the host.
 
     What it would touch is in ``namespaces`` made for it (names of ``unshare``); ``before`` is shell run in
-    there first. ``limits`` are rlimits and ``cgroup`` the limits of a small cgroup (root), both so that a bomb
-    which works harms nothing. ``root_only``: the reason why a normal user can't have this control.
+    there first. ``limits`` are rlimits and ``cgroup`` the limits of a small cgroup (root): both so that a
+    bomb which works harms nothing. ``root_only``: the reason why a normal user can't have this control.
     ``unprivileged``: run by a normal user even if the test is root.
     """
 
@@ -76,7 +76,7 @@ class Attack:
 def row(outcome: str, **others: str) -> dict[str, str]:
     """One outcome for every wall, but for those named: ``jail_user="…"``, ``bubblewrap="…"``.
 
-    A name means the walls of that runtime, of that kind of caller (``user`` includes ``user+ids``), or one wall.
+    A name means the walls of that runtime, of that kind of caller (``user`` includes ``user+ids``), or one.
     """
     result = dict.fromkeys(WALLS, outcome)
     for key, value in sorted(others.items(), key=lambda pair: pair[0].count("_")):

@@ -54,8 +54,6 @@ class Stage:
         self._listen(socket.AF_UNIX, self.unix)
         os.chmod(self.unix, 0o777)
         self.suid = self._set_user_id_program()
-        self.state = self.folder / "state"  # RINGFENCE_HOME of the sandboxes under attack
-        self.state.mkdir()
         return self
 
     def _set_user_id_program(self) -> str:
@@ -134,7 +132,6 @@ class Stage:
             "passwd": hashlib.sha256(Path("/etc/passwd").read_bytes()).hexdigest(),
             "suid": self.suid,
             "suid_folder": os.path.dirname(self.suid),
-            "state": str(self.state),
             "victim": str(pid),
             "address": address,
             "pid_namespace": os.readlink("/proc/self/ns/pid"),

@@ -37,7 +37,7 @@ int main(int argc, char **argv) {
         long bad[2] = {0, -1};
         reached(syscall(SYS_settimeofday, bad, NULL));
     }
-    if (IS("personality")) reached(syscall(SYS_personality, 0x0040000 /* ADDR_NO_RANDOMIZE */));
+    if (IS("personality")) reached(syscall(SYS_personality, 0x0400000 /* READ_IMPLIES_EXEC */));
     if (IS("process_madvise")) reached(syscall(440, -1, NULL, 0, 0, 0));
     if (IS("memfd_secret")) reached(syscall(447, 0));
     if (IS("lsm_set_self_attr")) reached(syscall(460, 0, NULL, 0, 0));

@@ -133,7 +133,7 @@ PROCESSES = [
         "time-namespace-offsets",
         "clocks.c",
         ("timens-offsets",),
-        row("denied:EACCES"),
+        row("denied:EPERM"),
         Control(namespaces=("user", "time")),
     ),
     Attack("terminal-typing", "tiocsti.c", ("tiocsti",), row("denied:EPERM"), PLAIN),
@@ -144,7 +144,7 @@ PROCESSES = [
         "agent-socket",
         "agent_socket.py",
         ("{state}/guest.sock", "/.ringfence/guest.sock", "guest.sock", "/run/guest.sock"),
-        row("invisible"),
+        row("invisible", jail_root="denied:EACCES+invisible"),
         Control(args=("{unix}",)),
     ),
 ]

@@ -99,7 +99,9 @@ class StreamSuite(RuntimeSuite):
         sandbox = await kit.sandbox()
         link = await kit.link(sandbox)
         size = 4 * MIB
-        spec = ProcessSpec(("/usr/bin/python3", "-I", "-S", "-c", PATTERN, str(size)), id="long", ring=65536)
+        spec = ProcessSpec(
+            ("/usr/bin/python3", "-I", "-S", "-c", PATTERN, str(size)), id="long", ring=65536, window=65536
+        )
         process = await link.start(spec)
         digest, total, drops = hashlib.sha256(), 0, 0
         while True:

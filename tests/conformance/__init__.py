@@ -1,0 +1,1 @@
+"""The conformance suites on our own runtimes, as root and as a normal user."""

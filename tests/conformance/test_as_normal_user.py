@@ -1,0 +1,44 @@
+"""The same suites as a normal user, with and without subordinate ids, when the tests run as root.
+
+A sub-session a runtime: its counts go into this session's summary, its failures are this test's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from ringfence.conformance.plugin import add_counts
+from support.rootless import Outcome, normal_user
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this session is a normal user's already")
+# Without subordinate ids everything runs; with them, what differs: who is who, and what that guards.
+WITH_IDS = "Lifecycle or Processes or Boundary or Limits or Files"
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """The failures, to be read."""
+    return "\n\n".join(f"{found.test}\n{found.text}" for found in outcomes if found.outcome == "failed")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ids", [False, True], ids=["one-id", "subordinate-ids"])
+@pytest.mark.parametrize("runtime", ["jail", "bubblewrap", "fake"])
+def test_conformance(runtime: str, ids: bool, request: pytest.FixtureRequest) -> None:
+    chosen = request.config.getoption("--ringfence-runtime")
+    if chosen and runtime not in chosen:
+        return
+    if runtime == "fake" and ids:
+        return  # it maps no ids at all
+    with normal_user(ids=ids) as user:
+        args = ["tests/conformance/test_runtimes.py", f"--ringfence-runtime={runtime}"]
+        outcomes, done = user.pytest(*args, *(["-k", WITH_IDS] if ids else []), timeout=390)
+    counts = Counter(found.outcome for found in outcomes)
+    add_counts(request.config, f"{runtime} (user{' with ids' if ids else ''})", counts)
+    assert outcomes, done.stdout + done.stderr
+    failures = report(outcomes)
+    assert not failures, failures
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert counts["passed"] > 20

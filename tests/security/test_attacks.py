@@ -1,0 +1,34 @@
+"""Every attack of the table, behind every wall, against the committed outcome."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringfence.conformance.plugin import LISTED
+from ringfence.node.service import Node
+from security.attacks import WALLS
+from security.stage import Stage
+from security.tables import ATTACKS
+from security.walls import caller, run_attack
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_attack(name: str, wall: str, node: Node, stage: Stage) -> None:
+    attack = ATTACKS[name]
+    if any("{suid" in word for pair in attack.mounts for word in pair) and not stage.suid:
+        pytest.skip(f"{LISTED}only root can make a set-user-ID program to try")
+    outcome = await run_attack(node, wall, attack, stage)
+    assert outcome == attack.expect[f"{wall}/{caller()}"]
+
+
+@pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.fake])
+async def test_control_behind_the_fake_wall(name: str, node: Node, stage: Stage) -> None:
+    """The same path, and a wall that hides nothing: the attack must succeed."""
+    assert await run_attack(node, "fake", ATTACKS[name], stage) == ATTACKS[name].fake
+
+
+def test_the_table_is_complete() -> None:
+    for attack in ATTACKS.values():
+        assert set(attack.expect) == set(WALLS), attack.name
+        if "succeeded" in attack.expect.values():
+            assert attack.note, f"{attack.name}: a success needs a note that says why it is no hole"

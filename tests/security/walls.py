@@ -1,0 +1,111 @@
+"""Attacks behind a wall: the payload is brought in as a workload would bring it, and runs under limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+import signal
+
+from ringfence.conformance.harness import request_for
+from ringfence.guest.processes import Output, ProcessSpec
+from ringfence.model.errors import RingfenceError
+from ringfence.model.levels import Cause
+from ringfence.node.sandboxes import NodeSandbox, RunResult
+from ringfence.node.service import Node
+from security.attacks import Attack
+from security.payloads import command, program, verdict
+from security.stage import Stage
+
+BOMBS = {
+    Cause.OUT_OF_MEMORY: "contained:out_of_memory",
+    Cause.OUTPUT_LIMIT: "contained:output_limit",
+    Cause.DEADLINE: "contained:deadline",
+    Cause.CPU_TIME: "contained:cpu_time",
+    Cause.RUNTIME_CRASH: "runtime-crash",
+}
+MOST_SEEN = 1 << 20  # bytes of a payload's output that are looked at
+
+
+def caller() -> str:
+    """The kind of caller: ``root``, ``user``, or ``user+ids`` (one who has subordinate ids)."""
+    uid = os.geteuid()
+    if uid == 0:
+        return "root"
+    names = {str(uid)}
+    with contextlib.suppress(KeyError):
+        names.add(pwd.getpwuid(uid).pw_name)
+    try:
+        with open("/etc/subuid") as file:
+            return "user+ids" if any(line.split(":")[0] in names for line in file) else "user"
+    except OSError:
+        return "user"
+
+
+async def bring_in(sandbox: NodeSandbox, payload: str, at: str = "/workspace/payload") -> list[str]:
+    """Write the payload inside through a command's input (which every runtime has); how to run it."""
+    link = await sandbox.link()
+    writer = await link.start(ProcessSpec(("/bin/sh", "-c", f"cat > {at} && chmod 755 {at}"), stdin=True))
+    await writer.write(program(payload))
+    await writer.close_stdin()
+    assert (await writer.wait()).code == 0, "the payload could not be brought in"
+    return command(payload, at)
+
+
+async def run_attack(node: Node, runtime: str, attack: Attack, stage: Stage, *others: NodeSandbox) -> str:
+    """The outcome of an attack behind a wall of ``runtime``. The sandbox is gone afterwards."""
+    things = {**stage.things(), "state": str(node.state.path)}
+    wishes = dict(attack.limits)
+    if attack.mounts:
+        mounts = [(source.format(**things), target, True) for source, target in attack.mounts]
+        sandbox = await node.create(request_for(runtime, mounts=mounts, **wishes))
+    else:
+        sandbox = await node.create(request_for(runtime, **wishes))
+    try:
+        argv = await bring_in(sandbox, attack.payload)
+        argv += [arg.format(**things) for arg in attack.args]
+        outcome, result = await _run(sandbox, argv, pty=attack.pty)
+        if outcome is None:
+            return _ended(result)
+        if "victim" in attack.judge and not stage.victim_lives():
+            return "succeeded"
+        if "agent" in attack.judge and outcome in ("succeeded", "sent"):
+            return "no-effect" if await _serves(sandbox) else "succeeded"
+        return outcome
+    finally:
+        await sandbox.destroy()
+
+
+async def _run(sandbox: NodeSandbox, argv: list[str], *, pty: bool) -> tuple[str | None, RunResult]:
+    seen = bytearray()
+
+    def take(output: Output) -> None:
+        seen.extend(output.data)
+        del seen[:-MOST_SEEN]
+
+    result = await sandbox.run(ProcessSpec(tuple(argv), pty=pty), take)
+    return verdict(bytes(seen).replace(b"\r\n", b"\n")), result
+
+
+def _ended(result: RunResult) -> str:
+    """The outcome of a payload that said nothing: what the host knows."""
+    end = result.end
+    if end.cause in BOMBS:
+        return BOMBS[end.cause]
+    if end.cause is Cause.SIGNALED and end.exit_code is not None:
+        return f"killed:{signal.Signals(end.exit_code - 128).name}"
+    return f"exit:{end.exit_code}"
+
+
+async def _serves(sandbox: NodeSandbox) -> bool:
+    """Does the agent still take links and run commands?"""
+    try:
+        async with asyncio.timeout(10):
+            link = await sandbox.new_link()
+            process = await link.start(ProcessSpec(("true",)))
+            served = (await process.wait()).code == 0
+            await link.close()
+            return served
+    except (RingfenceError, TimeoutError):
+        return False
