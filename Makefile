@@ -9,7 +9,7 @@ BENCH_ARGS   ?= --against bwrap,runc
 # Machines that set this for a reason of their own would make every start compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-user check format bench fuzz sanitize wheel lock clean
+.PHONY: help setup demo test test-user check format bench figures fuzz sanitize wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -41,8 +41,13 @@ format: ## what `make check` would complain about and ruff can mend
 
 bench: ## cold start, exec, rate, memory, beside bwrap and runc in the same run
 	@scripts/setup.sh test
-	@mkdir -p build
 	@$(PYTHON) -m ringfence bench $(BENCH_ARGS)
+
+figures: ## the same, and into docs/SPECIFICATION.md
+	@scripts/setup.sh test
+	@mkdir -p build
+	@$(PYTHON) -m ringfence bench $(BENCH_ARGS) --json > build/bench.json || test -s build/bench.json
+	@$(PYTHON) scripts/spec_figures.py build/bench.json
 
 fuzz: ## every parser's fuzzer for FUZZ_SECONDS (20) each
 	@scripts/setup.sh fuzz
