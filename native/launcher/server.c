@@ -78,6 +78,17 @@ static int watch(int fd, uint32_t tag)
     return epoll_ctl(events, EPOLL_CTL_ADD, fd, &event) ? errno : 0;
 }
 
+/* Out of epoll by name: another child that has not yet become its program holds a copy of this descriptor, and as
+   long as it does, closing ours alone would leave events with a tag that by then means somebody else. */
+static void close_pipe(struct child *child)
+{
+    if (child->pipe < 0)
+        return;
+    epoll_ctl(events, EPOLL_CTL_DEL, child->pipe, NULL);
+    close(child->pipe);
+    child->pipe = -1;
+}
+
 static struct child *reserve(void)
 {
     for (unsigned i = 0; i < CHILDREN_MAX; i++)
@@ -96,8 +107,7 @@ static void release(struct child *child)
 {
     if (child->pidfd >= 0)
         close(child->pidfd);
-    if (child->pipe >= 0)
-        close(child->pipe);
+    close_pipe(child);
     free(child->exit_file);
     memset(child, 0, sizeof *child);
     while (highest && children[highest - 1].state == FREE)
@@ -283,8 +293,7 @@ static void settle(unsigned index)
 {
     struct child *child = &children[index];
     struct slot *slot = &slots[index];
-    close(child->pipe); /* and with it its place in epoll */
-    child->pipe = -1;
+    close_pipe(child);
     if (slot->ready && !slot->error) {
         struct reply reply = {.kind = REPLY_STARTED, .id = child->id, .pid = child->pid, .landlock = slot->landlock};
         child->state = RUNNING;
@@ -309,8 +318,7 @@ static void helper_ended(const struct child *helper, int status)
     if (status) {
         answer_failure(child->id, 0, OP_MAPS, WIFEXITED(status) && WEXITSTATUS(status) == 127 ? ENOENT : EPERM);
         child->state = FAILED;
-        close(child->pipe);
-        child->pipe = -1;
+        close_pipe(child);
         kill(child->pid, SIGKILL);
     } else if (--child->helpers == 0) {
         let_go(helper->helps);

@@ -101,17 +101,16 @@ class LaunchedRuntime:
     async def stop(self, handle: Handle, grace: float) -> None:
         """See the contract: asks the agent, then kills."""
         if self.ref(handle).alive() and grace > 0:
-            with contextlib.suppress(GuestError, TimeoutError):
-                from ringfence.guest.link import GuestLink
+            from ringfence.guest.link import GuestLink
 
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
-                    link = await GuestLink.open(await self.connect(handle), timeout=grace)
-                    try:
-                        await link.shutdown(grace)
-                        await self.wait(handle)
-                        return
-                    finally:
-                        await link.close()
+                    # The link may end before the answer comes: the agent is what ends.
+                    with contextlib.suppress(GuestError):
+                        async with await GuestLink.open(await self.connect(handle), timeout=grace) as link:
+                            await link.shutdown(grace)
+                    await self.wait(handle)
+                    return
         await self.kill(handle)
 
     async def destroy(self, handle: Handle) -> None:
