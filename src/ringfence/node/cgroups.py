@@ -87,7 +87,7 @@ class Cgroups:
             return Group(self, name, ())
         if not self._ready:
             self._prepare()
-        group = Group(self, name, tuple(self.roots))
+        group = Group(self, name, tuple(self.roots), limits)
         try:
             if self.mode == "v2":
                 self._create_v2(name, limits)
@@ -197,10 +197,19 @@ class Cgroups:
 class Group:
     """One sandbox's groups in every hierarchy. Without hierarchies every number is ``None``."""
 
-    __slots__ = ("_base", "_controllers", "_owner", "name")
+    __slots__ = ("_base", "_controllers", "_cpu_before", "_owner", "limits", "name", "oom_before")
 
-    def __init__(self, owner: Cgroups, name: str, controllers: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        owner: Cgroups,
+        name: str,
+        controllers: tuple[str, ...],
+        limits: GroupLimits | None = None,
+    ) -> None:
         self.name = name
+        self.limits = limits
+        self.oom_before = 0  # kills counted before the present sandbox
+        self._cpu_before = 0.0
         self._owner = owner
         self._controllers = controllers
         self._base = {c: f"{owner.roots[c]}/{NAME}/{name}" for c in controllers}
@@ -227,27 +236,17 @@ class Group:
         )
 
     def oom_kills(self) -> int | None:
-        """Processes that the kernel killed for memory, so far, in the workload or the whole sandbox."""
+        """Processes of the present sandbox that the kernel killed for memory, so far."""
         base = self._base.get("memory")
         if base is None:
             return None
         if self._owner.mode == "v2":
-            return _counter(f"{self._base['unified']}/memory.events", "oom_kill")
+            count = _counter(f"{self._base['unified']}/memory.events", "oom_kill")
+            return None if count is None else count - self.oom_before
         # Version 1 counts in the victim's own group only.
         outer = _counter(f"{base}/memory.oom_control", "oom_kill")
         inner = _counter(f"{base}/work/memory.oom_control", "oom_kill")
-        if outer is None or inner is None:
-            return None
-        return outer + inner
-
-    def memory_failures(self) -> int | None:
-        """How often the limit was hit, killed or not."""
-        base = self._base.get("memory")
-        if base is None:
-            return None
-        if self._owner.mode == "v2":
-            return _counter(f"{self._base['unified']}/work/memory.events", "max")
-        return _number(f"{base}/work/memory.failcnt")
+        return None if outer is None or inner is None else outer + inner - self.oom_before
 
     def memory_peak(self) -> int | None:
         """Most bytes ever charged to the whole sandbox."""
@@ -269,6 +268,10 @@ class Group:
 
     def cpu_seconds(self) -> float | None:
         """Processor time of the whole sandbox, ended processes included."""
+        total = self._cpu_total()
+        return None if total is None else total - self._cpu_before
+
+    def _cpu_total(self) -> float | None:
         base = self._base.get("unified")
         if base is not None:
             micro = _counter(f"{base}/cpu.stat", "usage_usec")
@@ -276,6 +279,26 @@ class Group:
         base = self._base.get("cpuacct")
         nano = _number(f"{base}/cpuacct.usage") if base else None
         return None if nano is None else nano / 1e9
+
+    def renew(self, most: int) -> bool:
+        """Make an empty group of version 1 as good as new; False if more than ``most`` bytes stick to it."""
+        base = self._base.get("memory")
+        if base is None or (self.memory_now() or 0) > most:
+            return False
+        try:
+            _write(f"{base}/memory.max_usage_in_bytes", "0")
+        except OSError:
+            return False
+        self._cpu_before = self._cpu_total() or 0.0
+        self.oom_before += self.oom_kills() or 0
+        return True
+
+    def is_empty(self) -> bool:
+        """No process, not even a dying one, is in any of them."""
+        unified = self._base.get("unified")
+        if unified is not None:
+            return _counter(f"{unified}/cgroup.events", "populated") == 0
+        return not self.processes()
 
     def outside(self, pid: int) -> list[str]:
         """Limits (memory, pids, cpu) whose group the process is *not* in: read, not assumed."""

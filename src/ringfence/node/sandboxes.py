@@ -22,6 +22,7 @@ from ringfence.model.errors import (
     WrongState,
 )
 from ringfence.model.levels import Cause
+from ringfence.model.quantities import format_size
 from ringfence.model.sandbox import EffectiveBoundary, End, SandboxRequest, Usage
 from ringfence.node import supervising
 from ringfence.node.cgroups import Group
@@ -145,6 +146,7 @@ class NodeSandbox:
         self._limits = limits
         self._release = release
         self._started = supervising.now() - max(0.0, time.time() - started_at)
+        self._commands = 0
         self._upper: int | None = None
         self._link: GuestLink | None = None
         self._linking = asyncio.Lock()
@@ -281,7 +283,9 @@ class NodeSandbox:
         """
         if stdin is not None and not spec.stdin and not spec.pty:
             spec = dataclasses.replace(spec, stdin=True)
-        kills = self.supervisor.oom_kills()
+        # Of a sandbox's first command every kill is its own; looking at counters costs.
+        kills = self.supervisor.oom_kills() if self._commands else 0
+        self._commands += 1
         try:
             process = await self.start(spec)
         except LinkLost:
@@ -330,10 +334,12 @@ class NodeSandbox:
         return self._end_of(exited, process, kills)
 
     def _end_of(self, exited: ProcessExit, process: NodeProcess, kills: int) -> End:
+        if exited.status == 0:
+            return End(Cause.EXITED, 0)
         killed = self.supervisor.oom_kills() - kills
         if killed > 0 and exited.status == 128 + signal.SIGKILL:
-            limit = self.request.policy.wall.resources.memory
-            return End(Cause.OUT_OF_MEMORY, 137, f"memory limit of {limit} bytes", reported=False)
+            limit = format_size(self.request.policy.wall.resources.memory)
+            return End(Cause.OUT_OF_MEMORY, 137, f"it needed more than {limit} of memory", reported=False)
         detail = f"{killed} of its processes were killed for memory" if killed > 0 else ""
         if exited.signal is None:
             return End(Cause.EXITED, exited.status, detail)
@@ -362,7 +368,8 @@ class NodeSandbox:
         await asyncio.shield(self._destroying)
 
     async def _destroy(self) -> None:
-        self.journal.append({"state": ENDING})
+        if self.request.keep:  # nobody shall adopt it any more
+            self.journal.append({"state": ENDING})
         supervisor = self.supervisor
         supervisor.stop()
         if supervisor.cause is None and not self.ended.done():

@@ -11,7 +11,6 @@ from typing import Any, Self, cast
 
 from ringfence.model.errors import (
     HostLimit,
-    InvalidRequest,
     NotFound,
     RingfenceError,
     RuntimeUnavailable,
@@ -21,13 +20,13 @@ from ringfence.model.ids import new_id
 from ringfence.model.policy import Policy
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import cgroups, disks, identities, requests, supervising
+from ringfence.node.groups import GroupPool
 from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.selecting import Rejected, candidates, none_left
-from ringfence.node.state import StateRoot, remove_folder
+from ringfence.node.state import StateRoot
 from ringfence.node.supervising import Watched
 from ringfence.node.templates import HostTemplate
-from ringfence.node.troubles import host_limit
 from ringfence.runtimes.context import RuntimeContext, privileged
 from ringfence.runtimes.contract import Capabilities, Disk, Handle, Probe, RootFs, Runtime, StartSpec
 from ringfence.runtimes.launching.processes import boot_id
@@ -64,6 +63,7 @@ class Node:
         self.state = state
         self.root = privileged()
         self.cgroups = cgroups.detect()
+        self.groups = GroupPool(self.cgroups, state.owner)
         self.boot = boot_id()
         self.template = HostTemplate(state)
         self.ranges = identities.Ranges(state.ranges, state.owner)
@@ -74,6 +74,9 @@ class Node:
         self._sandboxes: dict[str, NodeSandbox] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._creating = 0
+        self._created = asyncio.Event()  # set when no create is under way
+        self._created.set()
         self.leftovers = ""  # what of a dead node could not be removed at the opening
 
     @classmethod
@@ -216,14 +219,22 @@ class Node:
         self, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected]
     ) -> NodeSandbox:
         made = _Made(request.id or new_id("sb"))
+        self._creating += 1
+        self._created.clear()
         try:
             sandbox = await self._make(made, runtime, request, rejected)
+            if self._closed:
+                raise HostLimit("this node was closed meanwhile", hint="open a new one")
         except BaseException:
             task = asyncio.get_running_loop().create_task(self._undo(made, runtime))
             self._background.add(task)  # a second cancellation must not stop it; close() waits
             task.add_done_callback(self._background.discard)
             await asyncio.shield(task)
             raise
+        finally:
+            self._creating -= 1
+            if not self._creating:
+                self._created.set()
         self._sandboxes[sandbox.id] = sandbox
         sandbox.watch()
         return sandbox
@@ -233,7 +244,7 @@ class Node:
     ) -> NodeSandbox:
         policy = request.policy
         size, process = policy.wall.resources, policy.wall.process
-        made.folder = folder = self._make_folder(made.name)
+        made.folder = folder = self.state.take_folder(made.name)
         if self.root:
             made.range = self.ranges.take()
         started, deadline = time.time(), supervising.now() + policy.door.limits.timeout
@@ -250,9 +261,8 @@ class Node:
         if request.keep:
             record["request"] = request_as_json(request)
         made.journal = Journal.begin(folder, record)
-        made.group = self.cgroups.create(
-            made.name, cgroups.GroupLimits(size.memory, size.cpus, process.max_processes)
-        )
+        enforce = cgroups.GroupLimits(size.memory, size.cpus, process.max_processes)
+        made.group = self.groups.take(made.name, enforce, keep=request.keep)
         disk = disks.prepare(self.state, folder, size, root=self.root)
         root = self.template.root(policy.wall.filesystem, process.user, disk, folder)
         if made.range is None:
@@ -310,20 +320,9 @@ class Node:
         if made.journal is not None:
             made.journal.close()
         if made.folder is not None:
-            remove_folder(made.folder)
+            self.state.give_folder(made.folder)
         if made.range is not None:
             self.ranges.give_back(made.range)
-
-    def _make_folder(self, name: str) -> Path:
-        folder = self.state.folder(name)
-        try:
-            os.mkdir(folder, 0o711)
-            os.chmod(folder, 0o711)  # noqa: S103 - the agent's host user passes through, and sees nothing
-        except FileExistsError:
-            raise InvalidRequest(f"there is a sandbox {name} already", hint="choose another id") from None
-        except OSError as error:
-            raise host_limit(error, f"make {folder}") from error
-        return folder
 
     def _limits(self, request: SandboxRequest, disk: Disk, has: Capabilities) -> dict[str, str]:
         enforced = self.cgroups.enforced()
@@ -371,7 +370,7 @@ class Node:
     async def _release(self, sandbox: NodeSandbox) -> None:
         """The wall is gone: give back everything else, the folder last."""
         self._sandboxes.pop(sandbox.id, None)
-        if sandbox.group.remove():
+        if self.groups.give_back(sandbox.group):
             self._forget(sandbox)
             return
         # Dying processes keep a group busy for a moment; nobody has to wait for that but close().
@@ -387,7 +386,7 @@ class Node:
     def _forget(self, sandbox: NodeSandbox) -> None:
         number = sandbox.journal.record.get("range")
         sandbox.journal.close()
-        remove_folder(sandbox.journal.folder)
+        self.state.give_folder(sandbox.journal.folder)
         if isinstance(number, int):
             self.ranges.give_back(number)
 
@@ -417,7 +416,7 @@ class Node:
             HostLimit: something can't be removed; the message says what.
         """
         dead = self.state.dead_nodes()
-        if not dead:
+        if not dead and not self.state.has_orphans():
             return []
         from ringfence.node.sweeping import sweep
 
@@ -453,6 +452,7 @@ class Node:
         if self._closed:
             return
         self._closed = True
+        await self._created.wait()
         kept = [s for s in self._sandboxes.values() if s.request.keep and not s.ended.done()]
         others = [s for s in self._sandboxes.values() if s not in kept]
         results = await asyncio.gather(*(s.destroy() for s in others), return_exceptions=True)
@@ -462,6 +462,7 @@ class Node:
         if self._context is not None:
             await self._context.close()
         failed = [r for r in results if isinstance(r, BaseException)]
+        self.groups.close()
         self.ranges.close()
         # With something left the name stays, unlocked: the next node to open looks after it.
         self.state.close(leave=bool(kept or failed))

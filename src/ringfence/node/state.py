@@ -8,17 +8,22 @@
       ranges/                0700  leases of host uid ranges: symlinks to the leaseholder's name
       nodes/                 0700  one locked file per living node process
       sandboxes/<id>/        0711  journal, guest.sock, disk image
+      spare/                 0700  empty folders: what was a sandbox's will be one's again
 
 Several node processes share one state root. Each holds an exclusive lock (flock) on its own file in
 ``nodes/`` for as long as it lives; the kernel gives the lock back when it is killed, however it is
 killed. A file there that can be locked belongs to a dead node, and only then is anything of that
 node's looked at. So a living owner's sandboxes are never touched, and an open with nothing to sweep
 costs one listing.
+
+Folders are moved to and fro instead of made and removed: rmdir may wait milliseconds for a disk (ext4 with
+``discard`` does), a rename does not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -26,12 +31,20 @@ import shutil
 import stat
 from pathlib import Path
 
-from ringfence.model.errors import HostLimit
+from ringfence.model.errors import HostLimit, InvalidRequest
 from ringfence.node.troubles import host_limit
 from ringfence.runtimes.launching.processes import birth_of, boot_id
 
 _counter = itertools.count()
-_FOLDERS = {"templates": 0o755, "disks": 0o700, "ranges": 0o700, "nodes": 0o700, "sandboxes": 0o711}
+_FOLDERS = {
+    "templates": 0o755,
+    "disks": 0o700,
+    "ranges": 0o700,
+    "nodes": 0o700,
+    "sandboxes": 0o711,
+    "spare": 0o700,
+}
+_MOST_SPARE = 64
 
 
 def default_root() -> Path:
@@ -59,6 +72,8 @@ class StateRoot:
         self.disks = path / "disks"
         self.ranges = path / "ranges"
         self.nodes = path / "nodes"
+        self.spare = path / "spare"
+        self._spare: list[str] = []
         self._lock = lock
 
     @classmethod
@@ -82,6 +97,62 @@ class StateRoot:
         """Where a sandbox keeps its things."""
         return self.sandboxes / sandbox
 
+    def take_folder(self, sandbox: str) -> Path:
+        """The new, empty folder of a sandbox.
+
+        Raises:
+            InvalidRequest: there is a sandbox of that id.
+            HostLimit: it can't be made.
+        """
+        folder = self.folder(sandbox)
+        try:
+            if not self._spare:
+                self._spare = os.listdir(self.spare)
+            while self._spare:
+                # rename(2) would replace an empty folder of that name; a living sandbox's is never empty.
+                if folder.exists():
+                    break
+                try:
+                    os.rename(self.spare / self._spare.pop(), folder)
+                except FileNotFoundError:
+                    continue  # another node took it
+                except OSError as error:
+                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                        break
+                    raise
+                return folder
+            os.mkdir(folder, 0o711)
+            os.chmod(folder, 0o711)  # noqa: S103 - the agent's host user passes through, and sees nothing
+        except FileExistsError:
+            raise InvalidRequest(f"there is a sandbox {sandbox} already", hint="choose another id") from None
+        except OSError as error:
+            raise host_limit(error, f"make {folder}") from error
+        return folder
+
+    def give_folder(self, folder: Path) -> None:
+        """A sandbox is gone: empty its folder and keep it for another one.
+
+        Raises:
+            HostLimit: something in it can't be removed.
+        """
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.unlink(entry.path)
+            if len(self._spare) >= _MOST_SPARE:
+                os.rmdir(folder)
+                return
+            name = f"{self.owner}.{next(_counter)}"
+            os.rename(folder, self.spare / name)
+            self._spare.append(name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise host_limit(error, f"remove {folder}") from error
+
     def dead_nodes(self) -> dict[str, int]:
         """Names of nodes that died without cleaning up, each with its lock now held by us (a descriptor)."""
         found = {}
@@ -92,6 +163,10 @@ class StateRoot:
             if lock is not None:
                 found[name] = lock
         return found
+
+    def has_orphans(self) -> bool:
+        """Whether there are sandboxes although no node but this one, which is just opening, is known."""
+        return os.listdir(self.nodes) == [self.owner] and bool(os.listdir(self.sandboxes))
 
     def bury(self, name: str, lock: int) -> None:
         """A dead node's things are gone: forget it."""
@@ -170,23 +245,3 @@ def _try_lock(path: Path) -> int | None:
         os.close(lock)
         return None
     return lock
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a sandbox's folder. Few files: no walk unless there is more than expected.
-
-    Raises:
-        HostLimit: it can't be removed.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
-        os.rmdir(folder)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise host_limit(error, f"remove {folder}") from error

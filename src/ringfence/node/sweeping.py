@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ringfence.model.errors import HostLimit, RingfenceError
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.node import disks, supervising
+from ringfence.node.cgroups import Group
+from ringfence.node.groups import is_of
 from ringfence.node.journal import (
     HANDLE,
     Journal,
@@ -23,7 +25,6 @@ from ringfence.node.journal import (
     request_from_json,
 )
 from ringfence.node.sandboxes import NodeSandbox
-from ringfence.node.state import remove_folder
 from ringfence.runtimes.contract import Disk, Handle, RootFs
 from ringfence.runtimes.launching.processes import ProcessRef
 
@@ -42,6 +43,8 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
     adopted: list[NodeSandbox] = []
     failures: list[RingfenceError] = []
     left: set[str] = set()
+    for group in _groups_of(node, dead):
+        group.kill()
     for name in sorted(os.listdir(node.state.sandboxes)):
         folder = node.state.sandboxes / name
         journal = Journal.load(folder)
@@ -66,6 +69,9 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
             failures.append(error)
             left.add(owner)
     _sweep_groups(node)
+    for group in _groups_of(node, dead):
+        with contextlib.suppress(RingfenceError):
+            await _wait_removed(group)
     for owner, lock in dead.items():
         if owner in left:
             os.close(lock)
@@ -140,19 +146,33 @@ async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -
                     runtime = await node.runtime(handle.runtime)
                     await runtime.recover(handle)
                     await runtime.destroy(handle)
-        deadline = time.monotonic() + DEATH_TIME
-        while not group.remove() or (handle is not None and _alive(handle)):
-            if time.monotonic() > deadline:
-                raise HostLimit(f"sandbox {name} of a dead node does not die", hint="see its processes")
-            group.kill()
-            await asyncio.sleep(0.002)
+        await _wait_removed(group)
+        if handle is not None and _alive(handle):
+            raise HostLimit(f"sandbox {name} of a dead node does not die", hint=f"see process {handle.pid}")
     _unmount(folder)
     for device in disks.loop_devices(folder):
         disks.detach(device)
-    remove_folder(folder)
+    node.state.give_folder(folder)
     number = record.get("range")
     if isinstance(number, int):
         node.ranges.release(number)
+
+
+def _groups_of(node: Node, dead: dict[str, int]) -> list[Group]:
+    """Groups that the dead nodes made for their ephemeral sandboxes."""
+    return [node.cgroups.group(n) for n in node.cgroups.names() if any(is_of(n, owner) for owner in dead)]
+
+
+async def _wait_removed(group: Group) -> None:
+    deadline = time.monotonic() + DEATH_TIME
+    while not group.remove():
+        if time.monotonic() > deadline:
+            raise HostLimit(
+                f"cgroup {group.name} of a dead node stays busy",
+                hint=f"its processes: {group.processes()[:10]}",
+            )
+        group.kill()
+        await asyncio.sleep(0.002)
 
 
 def _kill_strays(name: str) -> None:
@@ -204,24 +224,35 @@ def _unmount(folder: Path) -> None:
 def _young(folder: Path) -> bool:
     """Made within the last seconds: a folder is made a moment before its journal."""
     try:
-        return time.time() - os.lstat(folder).st_mtime < 5.0
+        return time.time() - os.lstat(folder).st_ctime < 5.0
     except OSError:
         return True
 
 
 def _sweep_groups(node: Node) -> None:
-    """Cgroups of ours without a folder: a sandbox's folder is made before and removed after its groups.
+    """Empty cgroups that no process of this host can still want.
 
-    Other state roots have groups in the same place, so only those that are empty go, and only by their
-    names: an rmdir fails if anything lives there.
+    Other state roots have groups in the same place, so only those go whose node is dead, by the pid and the
+    birth in its name, or whose sandbox has no folder here and is older than a minute. An rmdir fails, and
+    harms nothing, if anything lives there after all.
     """
     for name in node.cgroups.names():
-        if not SANDBOX_ID.fullmatch(name) or (node.state.sandboxes / name).exists():
+        if SANDBOX_ID.fullmatch(name):
+            if (node.state.sandboxes / name).exists() or not _old_group(name):
+                continue
+        elif not _dead_owner(name, node.boot):
             continue
         group = node.cgroups.group(name)
-        if not group.processes() and _old_group(name):
+        if not group.processes():
             with contextlib.suppress(RingfenceError):
                 group.remove()
+
+
+def _dead_owner(name: str, boot: str) -> bool:
+    parts = name.split(".")
+    if len(parts) != 5 or not all(part.isdigit() for part in parts[1:]):
+        return False
+    return not ProcessRef(int(parts[1]), int(parts[2]), boot if boot.startswith(parts[0]) else "").alive()
 
 
 def _old_group(name: str) -> bool:
