@@ -200,6 +200,12 @@ def check_mounts(
             reason = _danger(written, real, mode, mount.read_only, homes, state or _state_root())
             if reason is not None:
                 raise _refusal(mount.source, written, real, reason)
+        # Asked last: that /root is refused matters more than that it can't be read anyway.
+        if not os.access(real, os.R_OK | os.X_OK if stat.S_ISDIR(mode) else os.R_OK):
+            raise InvalidRequest(
+                f"mount source {mount.source!r} can't be read by this user",
+                hint="check its permissions, or run as its owner",
+            )
         result.append(Mount(real, mount.target, mount.read_only))
     return tuple(result)
 
@@ -216,7 +222,7 @@ def _refusal(source: str, written: str, real: str, reason: str) -> DangerousMoun
 
 
 def _examine(source: str) -> tuple[str, str, int]:
-    """The source as written, as resolved, and its mode; it exists and can be read."""
+    """The source as written, as resolved, and its mode; it exists."""
     problem = path_problem(source)
     if problem is not None and "shortest" not in problem and "'..'" not in problem:
         raise InvalidRequest(
@@ -236,12 +242,6 @@ def _examine(source: str) -> tuple[str, str, int]:
             f"mount source {source!r} can't be reached: {problem_of_host.strerror}",
             hint="check the permissions of the folders on the way",
         ) from None
-    needed = os.R_OK | os.X_OK if stat.S_ISDIR(mode) else os.R_OK
-    if not os.access(real, needed):
-        raise InvalidRequest(
-            f"mount source {source!r} can't be read by this user",
-            hint="check its permissions, or run as its owner",
-        )
     return written, real, mode
 
 

@@ -28,16 +28,17 @@ BASELINE = (
     "the AppArmor or SELinux profile is applied where the host has one",
 )
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
-_RUNTIME = re.compile(r"[a-z][a-z0-9-]{0,31}", re.ASCII)
-_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII)
+# Patterns are compiled where they are first used: most runs read no policy file.
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+_RUNTIME = r"[a-z][a-z0-9-]{0,31}"
+_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY")
-_URL_PATH = re.compile(r"/[A-Za-z0-9\-._~!$&'()+,;=:@%/]*\*?", re.ASCII)
-_HEADER = re.compile(r"[A-Za-z0-9-]{1,64}", re.ASCII)
+_URL_PATH = r"/[A-Za-z0-9\-._~!$&'()+,;=:@%/]*\*?"
+_HEADER = r"[A-Za-z0-9-]{1,64}"
 # Headers that say where a request goes or where it ends: with them a rule could reach past its own host.
 _FRAMING = ("host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect",
             "proxy-authorization", "proxy-connection")  # fmt: skip
-_SECRET = re.compile(r"\{\{secret:([A-Za-z0-9][A-Za-z0-9._-]{0,63})\}\}", re.ASCII)
+_SECRET = r"\{\{secret:([A-Za-z0-9][A-Za-z0-9._-]{0,63})\}\}"
 _MINIMUM = {"untrusted": 3, "controlled": 2, "trusted": 2}
 
 
@@ -51,7 +52,7 @@ class Problem(NamedTuple):
 
 def problems(policy: Policy) -> Iterator[Problem]:
     """Everything that is wrong, in the order of the file."""
-    if not _NAME.fullmatch(policy.name):
+    if not re.fullmatch(_NAME, policy.name):
         yield Problem(
             "metadata.name",
             f"{policy.name[:70]!r} is not a name",
@@ -69,7 +70,7 @@ def secrets(policy: Policy) -> tuple[str, ...]:
         name
         for rule in policy.door.network.allow
         if rule.inject
-        for name in _SECRET.findall(rule.inject.get("value", ""))
+        for name in re.findall(_SECRET, rule.inject.get("value", ""))
     ]
     return tuple(dict.fromkeys(found))
 
@@ -83,13 +84,13 @@ def _between(field: str, value: float, low: float, high: float, show: object = s
 
 def _wall(wall: Wall) -> Iterator[Problem]:
     for index, name in enumerate(wall.isolation.prefer):
-        if not _RUNTIME.fullmatch(name):
+        if not re.fullmatch(_RUNTIME, name):
             yield Problem(
                 f"isolation.prefer[{index}]",
                 f"{name!r} is not the name of a runtime",
                 "name runtimes as `ringfence doctor` does, e.g. jail",
             )
-    if wall.isolation.runtime is not None and not _RUNTIME.fullmatch(wall.isolation.runtime):
+    if wall.isolation.runtime is not None and not re.fullmatch(_RUNTIME, wall.isolation.runtime):
         yield Problem(
             "isolation.runtime",
             f"{wall.isolation.runtime!r} is not the name of a runtime",
@@ -208,7 +209,7 @@ def _rule(rule: NetworkRule, field: str) -> Iterator[Problem]:
             )
     for number, path in enumerate(rule.paths):
         if (
-            not _URL_PATH.fullmatch(path)
+            not re.fullmatch(_URL_PATH, path)
             or ".." in path.split("/")
             or re.search(r"%(?![0-9A-Fa-f]{2})", path)
         ):
@@ -232,7 +233,7 @@ def _inject(rule: NetworkRule, field: str) -> Iterator[Problem]:
     for key in sorted(set(inject) - {"header", "value"}):
         yield Problem(f"{field}.{key[:40]}", "is not known", "inject has header and value only")
     header, value = inject["header"], inject["value"]
-    if not _HEADER.fullmatch(header):
+    if not re.fullmatch(_HEADER, header):
         yield Problem(f"{field}.header", f"{header[:70]!r} is not the name of a header", "e.g. Authorization")
     elif header.lower() in _FRAMING:
         yield Problem(
@@ -240,8 +241,8 @@ def _inject(rule: NetworkRule, field: str) -> Iterator[Problem]:
             f"{header} can't be injected: it says where a request goes or ends",
             "inject credentials only, e.g. Authorization",
         )
-    rest = _SECRET.sub("", value)
-    if not _SECRET.search(value):
+    rest = re.sub(_SECRET, "", value)
+    if not re.search(_SECRET, value):
         # The value isn't shown: it may be the secret itself.
         yield Problem(
             f"{field}.value",
@@ -284,7 +285,7 @@ def _host_problem(host: str) -> tuple[str, str]:
     if "*" in name:
         return "has a wildcard that is not the left-most label", "write *.example.com"
     labels = name.split(".")
-    if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in labels) or labels[-1].isdigit():
+    if len(name) > 253 or not all(re.fullmatch(_LABEL, label) for label in labels) or labels[-1].isdigit():
         return "is not a host name", "write a name such as api.example.com, or an address"
     return "", ""
 

@@ -20,8 +20,8 @@ MAX_NODES = 20_000  # two thousand network rules with all their fields
 MAX_DEPTH = 12  # the deepest legal value lies at five
 
 # 18 digits fit 64 bits. A leading zero means octal to some readers and nothing to others: not a number.
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})", re.ASCII)
-_FLOAT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})\.[0-9]{1,20}", re.ASCII)
+_INTEGER = r"[-+]?(0|[1-9][0-9]{0,17})"
+_FLOAT = r"[-+]?(0|[1-9][0-9]{0,17})\.[0-9]{1,20}"
 _CONSTANTS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 Scalar = str | int | float | bool | None
@@ -247,8 +247,8 @@ def _resolve(text: str) -> Scalar:
     """What an unquoted word means."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
-    if _INTEGER.fullmatch(text):
+    if re.fullmatch(_INTEGER, text):
         return int(text)
-    if _FLOAT.fullmatch(text):
+    if re.fullmatch(_FLOAT, text):
         return float(text)
     return text
