@@ -251,8 +251,8 @@ class Channel:
         """Bytes of the stream were received that nobody took yet."""
         return stream in self._tails
 
-    async def answer(self) -> Fields:
-        """The fields of the reply. Whoever is cancelled here has closed the channel.
+    async def answer(self, *, keep: bool = False) -> Fields:
+        """The fields of the reply. Whoever is cancelled here has closed the channel, unless ``keep``.
 
         Raises:
             GuestRefused: the guest answered ERROR.
@@ -263,7 +263,8 @@ class Channel:
                 self.check()
                 await self.changed()
         except BaseException:
-            self.close()
+            if not keep:
+                self.close()
             raise
         return self.reply
 

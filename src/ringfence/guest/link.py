@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal as _signal
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ringfence.guest import processes
-from ringfence.guest.fields import Value, encode
+from ringfence.guest.channels import Channel
+from ringfence.guest.fields import Fields, Value, encode
 from ringfence.guest.processes import GuestProcess, ProcessSpec
 from ringfence.guest.wire import REQUEST_TIMEOUT, Wire
 from ringfence.model.errors import GuestError, InvalidRequest
@@ -130,19 +132,30 @@ class GuestLink:
             on_event=process.on_event,
         )
         try:
-            reply = await channel.answer()
+            reply = await channel.answer(keep=True)
         except asyncio.CancelledError:
-            self._kill(number)
+            self._abandon(channel, number)
             raise
         process.bind(channel, reply)
         return process
 
-    def _kill(self, number: str) -> None:
-        """Kill a command that nobody will know of, without waiting for the answer."""
-        if self._wire.failure is not None or self._wire.blocked:
-            return
-        fields: list[tuple[int, Value | None]] = [(1, number), (2, int(_signal.SIGKILL)), (3, 1)]
-        self._wire.open_now(_SIGNAL, fields, f"kill {number}", single=True)
+    def _abandon(self, channel: Channel, number: str) -> None:
+        """Nobody waits for this command any more: kill it as soon as the guest says that it runs."""
+
+        def running(channel: Channel, _: Fields) -> None:
+            fields: list[tuple[int, Value | None]] = [
+                (1, number),
+                (2, int(_signal.SIGKILL)),
+                (3, processes.SCOPES["group"]),
+            ]
+            with contextlib.suppress(GuestError):
+                self._wire.open_now(_SIGNAL, fields, f"kill {number}", single=True)
+            channel.close()
+
+        if channel.reply is not None:
+            running(channel, channel.reply)
+        else:
+            channel.on_reply = running
 
     async def attach(
         self,

@@ -582,14 +582,41 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await peer.receive() == (got.channel, frames.CLOSE, b"")
+        # It may not run yet, so nothing can be killed before the guest says that it does.
+        await peer.send(reply(got.channel, (1, 5)), frames.data_frame(got.channel, 1, 0, b"output"))
         kill = await peer.opened(SIGNAL)
         assert (kill.fields.raw(1), kill.fields.number(2), kill.fields.number(3)) == (b"p1", 9, 1)
-        await peer.send(reply(got.channel, (1, 5)), frames.close_frame(got.channel), reply(kill.channel))
-        task = asyncio.create_task(link.ping())
-        pong = (await peer.receive()).payload
-        await peer.send(frames.frame(0, frames.PONG, pong))
-        await task
+        assert await peer.receive() == (got.channel, frames.CLOSE, b"")
+        await peer.send(frames.close_frame(got.channel), reply(kill.channel))
+        await peer.send(frames.frame(0, frames.PING, b"."))
+        await peer.receive()
+        assert link._wire._channels == {}
+
+
+@pytest.mark.parametrize("spec", [SPEC, ProcessSpec(("true",), id="p1", detached=True)])
+async def test_a_start_cancelled_together_with_its_answer_leaves_nothing(spec: ProcessSpec) -> None:
+    async with linked() as (link, peer):
+        task = asyncio.create_task(link.start(spec))
+        got = await peer.opened(START)
+        await peer.send(reply(got.channel, (1, 5)))
+        while link._wire._channels and next(iter(link._wire._channels.values())).reply is None:
+            await asyncio.sleep(0)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            kill = await peer.opened(SIGNAL)
+            assert kill.fields.raw(1) == b"p1"
+
+
+async def test_a_cancelled_start_that_failed_is_over() -> None:
+    async with linked() as (link, peer):
+        task = asyncio.create_task(link.start(SPEC))
+        got = await peer.opened(START)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await peer.send(frames.error_frame(got.channel, 2), frames.frame(0, frames.PING, b"."))
+        assert (await peer.receive()).kind == frames.PONG
         assert link._wire._channels == {}
 
 
