@@ -55,7 +55,7 @@ LAYERS: dict[str, dict[str, str]] = {
     "make a user namespace": FILTER,
     "become root": {"EPERM": "no capability", "EINVAL": "user namespace: no such id"},
     "plant a program in /usr/bin": {"EACCES": "file permissions", "EROFS": "read-only mount"},
-    "change a kernel setting": {"EROFS": "masked /proc", "EACCES": "masked /proc", "ENOENT": "masked /proc"},
+    "change a kernel setting": {"EROFS": "read-only /proc/sys", "EACCES": "file permissions"},
     "open the disk of the host": {"ENOENT": "minimal /dev"},
     "read the kernel's memory": {"ENOENT": "minimal /dev"},
     "load BPF": FILTER,
