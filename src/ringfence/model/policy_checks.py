@@ -38,7 +38,7 @@ _HEADER = r"[A-Za-z0-9-]{1,64}"
 # Headers that say where a request goes or where it ends: with them a rule could reach past its own host.
 _FRAMING = ("host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect",
             "proxy-authorization", "proxy-connection")  # fmt: skip
-_SECRET = r"\{\{secret:([A-Za-z0-9][A-Za-z0-9._-]{0,63})\}\}"
+_SECRET = r"\{\{secret:([A-Za-z0-9][A-Za-z0-9._-]{0,63})\}\}"  # noqa: S105 (a pattern)
 _MINIMUM = {"untrusted": 3, "controlled": 2, "trusted": 2}
 
 

@@ -104,7 +104,7 @@ def shuffled(value: Any, source: random.Random) -> Any:
     return value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(valid, st.randoms(use_true_random=False))
 def test_through_a_dictionary_and_through_yaml(policy: Policy, source: random.Random) -> None:
     policies.check(policy)
@@ -117,13 +117,13 @@ def test_through_a_dictionary_and_through_yaml(policy: Policy, source: random.Ra
     assert policies.load(text) == policy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(walls, walls)
 def test_two_walls_have_one_digest_if_and_only_if_they_are_equal(one: Wall, other: Wall) -> None:
     assert (one.digest() == other.digest()) == (one == other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(valid, doors, names)
 def test_the_door_and_the_name_are_not_part_of_the_wall(policy: Policy, door: Door, name: str) -> None:
     changed = replace(policy, door=door, name=name, trust="trusted")
@@ -131,7 +131,7 @@ def test_the_door_and_the_name_are_not_part_of_the_wall(policy: Policy, door: Do
     assert (changed.digest() == policy.digest()) == (changed == policy)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(walls, st.data())
 def test_each_field_of_the_wall_counts(wall: Wall, data: st.DataObject) -> None:
     parts = {"isolation": isolations, "filesystem": filesystems, "process": processes, "resources": amounts}

@@ -132,7 +132,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(words, values, min_size=1, max_size=4))
 def test_json_reads_as_itself(value: dict[str, Any]) -> None:
     # Depth is bounded by max_leaves, and JSON is YAML but for the characters left out above.
@@ -148,7 +148,7 @@ def test_json_reads_as_itself(value: dict[str, Any]) -> None:
     assert found == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(st.one_of(st.text(max_size=80), st.text("ab:-[]{}&*!|>'\"#%,?\n\t 1~<", max_size=60)))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:

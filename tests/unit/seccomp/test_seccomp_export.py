@@ -36,7 +36,7 @@ def _oci_answers(profile: dict[str, Any], call: str, args: tuple[int, ...]) -> l
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(args=st.tuples(*[values] * 6))
 def test_oci_gives_the_same_answers(arch: str, args: tuple[int, ...]) -> None:
     numbers, rules, profile = table.numbers(arch), table.rules(arch), OCI[arch]
@@ -93,7 +93,7 @@ def _kafel_answer(text: str, number: int, args: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(args=st.tuples(*[values] * 6))
 def test_kafel_gives_the_same_answers(arch: str, args: tuple[int, ...]) -> None:
     numbers, rules = table.numbers(arch), table.rules(arch)

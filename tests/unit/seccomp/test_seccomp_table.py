@@ -207,7 +207,7 @@ values = st.one_of(
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(args=st.tuples(*[values] * 6))
 def test_compiled_equals_reference(arch: str, args: tuple[int, ...]) -> None:
     rules = table.rules(arch)
