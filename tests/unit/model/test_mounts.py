@@ -94,6 +94,12 @@ def test_places_of_every_host(path: str) -> None:
             judge(spelling)
 
 
+@pytest.mark.parametrize("path", ["/etc", "/var", "/var/lib", "/var/spool"])
+def test_parents_say_what_they_hold(path: str) -> None:
+    with pytest.raises(DangerousMount, match=f"it holds {path}/"):
+        judge(path)
+
+
 @pytest.mark.parametrize("path", ["/usr", "/usr/share", "/bin", "/etc/hosts", "/opt"])
 def test_programs_and_settings_are_read_only(path: str) -> None:
     if not os.path.exists(path):
