@@ -34,6 +34,18 @@ behind pointers is never looked at (it could change after the look), which is wh
 whole.
 
 The same table is written out for OCI runtimes (`export.to_oci`) and for nsjail (`export.to_kafel`).
+
+## What doesn't work inside, and what to do
+
+| program | why | instead |
+| --- | --- | --- |
+| gdb, strace, LeakSanitizer | they need `ptrace` | debug outside; `ASAN_OPTIONS=detect_leaks=0` |
+| perf, bpftrace | they look into the host's kernel | `python -X importtime`, `cProfile`, `node --prof` |
+| containers in the sandbox, Chromium's own sandbox | they need new namespaces | the wall is there already: `--no-sandbox` |
+| 32-bit x86 programs | their entry to the kernel is closed | 64-bit builds |
+| ping, tcpdump | raw sockets | TCP and UDP tools |
+| mount, FUSE | mounts are fixed at the start | the policy's `filesystem.mounts` |
+| programs that insist on io_uring | it goes round this filter | nearly all fall back to epoll by themselves |
 """
 
 
