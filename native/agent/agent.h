@@ -140,6 +140,7 @@ void links_flush(void);
 void links_close_all(void);
 unsigned links_channels(void);
 void stream_start(void);
+void stream_pause(bool pause);
 
 /* --- children.c --- */
 struct child {
@@ -150,6 +151,7 @@ struct child {
 void child_watch(struct child *child, pid_t pid);
 void child_forget(struct child *child);
 void children_reap(void);
+void children_look(void); /* without waiting for a signal */
 extern bool children_none; /* the last wait found no child at all */
 bool signals_start(void);
 
@@ -160,6 +162,7 @@ struct queue {
     size_t bytes;
 };
 bool queue_add(struct queue *queue, struct channel *from, const void *data, size_t size);
+bool queue_packet(struct queue *queue, struct channel *from, uint8_t type, const void *data, size_t size);
 int queue_write(struct queue *queue, int fd, bool packets); /* 0 empty, 1 more to write, -1 errno */
 void queue_forget(struct queue *queue, const struct channel *from);
 void queue_clear(struct queue *queue);
@@ -198,13 +201,14 @@ void processes_resume(void);  /* pipes that waited for memory */
 /* --- worker.c --- */
 void worker_operation(struct channel *channel, const uint8_t *fields, size_t size);
 void workers_turn(void);
+_Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, size_t size); /* in the new process */
 
 /* --- net.c --- */
 void net_dial(struct channel *channel, const uint8_t *fields, size_t size);
 void net_listen(struct channel *channel, const uint8_t *fields, size_t size);
 
 /* --- control.c --- */
-extern uint64_t epoch;
+extern uint64_t epoch, agent_started;
 extern uint8_t instance[16];
 void control_start(void);
 void control_bind(struct channel *channel, const uint8_t *fields, size_t size);
@@ -213,5 +217,7 @@ void control_shutdown(struct channel *channel, const uint8_t *fields, size_t siz
 void control_wake(void);
 void control_terminate(void); /* SIGTERM from outside */
 void control_turn(void);
+void control_bound(uint16_t operation, const uint8_t *fields, size_t size); /* a worker succeeded */
+void make_non_blocking(int fd);
 
 #endif

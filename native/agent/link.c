@@ -217,9 +217,11 @@ static void keep_input(struct link *link, const uint8_t *data, size_t size)
     link->input_size = size;
 }
 
+static bool streams_paused;
+
 static void arm(struct link *link)
 {
-    if (link->broken)
+    if (link->broken || (link->stream && streams_paused))
         return;
     uint32_t in = link->output_size >= LINK_PARSE_HIGH ? 0 : EPOLLIN;
     uint32_t out = link->output_size != 0 ? EPOLLOUT : 0;
@@ -427,6 +429,22 @@ static void stream_gone(struct link *link)
     if (link->out.fd != link->in.fd)
         loop_arm(&link->out, 0);
     timer_set(&stream_timer, 200000000u);
+}
+
+/* During a sleep nothing is read from a stream: its next HELLO belongs to the next epoch. */
+void stream_pause(bool pause)
+{
+    streams_paused = pause;
+    for (struct link *link = links; link != NULL; link = link->next) {
+        if (!link->stream)
+            continue;
+        if (pause) {
+            loop_arm(&link->in, 0);
+            if (link->out.fd != link->in.fd)
+                loop_arm(&link->out, 0);
+        } else
+            arm(link);
+    }
 }
 
 void stream_start(void)

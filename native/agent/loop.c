@@ -2,6 +2,7 @@
 #include "agent.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <sys/epoll.h>
 #include <time.h>
 #include <unistd.h>
@@ -126,4 +127,11 @@ void loop_turn(void)
     workers_turn();
     control_turn();
     links_flush();
+}
+
+void make_non_blocking(int fd)
+{
+    int flags = fd < 0 ? -1 : fcntl(fd, F_GETFL);
+    if (flags >= 0)
+        fcntl(fd, F_SETFL, flags | O_NONBLOCK);
 }

@@ -61,13 +61,6 @@ static void keep_only_wanted(void)
     syscall(SYS_close_range, (unsigned)from, ~0u, 0u);
 }
 
-static void make_non_blocking(int fd)
-{
-    int flags = fd < 0 ? -1 : fcntl(fd, F_GETFL);
-    if (flags >= 0)
-        fcntl(fd, F_SETFL, flags | O_NONBLOCK);
-}
-
 int main(int argc, char **argv)
 {
     if (!config_parse(argc, argv))

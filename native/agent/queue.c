@@ -10,11 +10,14 @@ struct chunk {
     struct chunk *next;
     struct channel *from;
     size_t size, done;
+    size_t extra; /* bytes that are not the host's */
     uint8_t data[];
 };
 
-bool queue_add(struct queue *queue, struct channel *from, const void *data, size_t size)
+static bool append(struct queue *queue, struct channel *from, const void *head, size_t extra, const void *data,
+                   size_t length)
 {
+    size_t size = extra + length;
     if (!budget_take(sizeof(struct chunk) + size))
         return false;
     struct chunk *chunk = malloc(sizeof *chunk + size);
@@ -22,8 +25,11 @@ bool queue_add(struct queue *queue, struct channel *from, const void *data, size
         budget_give(sizeof *chunk + size);
         return false;
     }
-    *chunk = (struct chunk){.from = from, .size = size};
-    memcpy(chunk->data, data, size);
+    *chunk = (struct chunk){.from = from, .size = size, .extra = extra};
+    if (extra != 0)
+        memcpy(chunk->data, head, extra);
+    if (length != 0)
+        memcpy(chunk->data + extra, data, length);
     if (queue->tail != NULL)
         queue->tail->next = chunk;
     else
@@ -31,6 +37,17 @@ bool queue_add(struct queue *queue, struct channel *from, const void *data, size
     queue->tail = chunk;
     queue->bytes += size;
     return true;
+}
+
+bool queue_add(struct queue *queue, struct channel *from, const void *data, size_t size)
+{
+    return append(queue, from, NULL, 0, data, size);
+}
+
+/* One packet for a worker: its type, then bytes. */
+bool queue_packet(struct queue *queue, struct channel *from, uint8_t type, const void *data, size_t size)
+{
+    return append(queue, from, &type, 1, data, size);
 }
 
 static void drop_head(struct queue *queue)
@@ -41,7 +58,7 @@ static void drop_head(struct queue *queue)
         queue->tail = NULL;
     queue->bytes -= chunk->size - chunk->done;
     if (chunk->from != NULL)
-        channel_consumed(chunk->from, chunk->size - chunk->done);
+        channel_consumed(chunk->from, chunk->size - chunk->done - chunk->extra);
     budget_give(sizeof *chunk + chunk->size);
     free(chunk);
 }

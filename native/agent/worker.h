@@ -1,0 +1,48 @@
+/* The worker's side of a file operation: a process of its own with the workload's rights.
+ *
+ * It is joined to the agent by a socket of packets: a type (as of a frame), then bytes. DATA carries bytes only,
+ * the agent knows offsets and credit. The last packet says how it went: REPLY, EOF or ERROR by the operation. */
+#ifndef RINGFENCE_WORKER_H
+#define RINGFENCE_WORKER_H
+
+#include "agent.h"
+
+#include <sys/stat.h>
+
+#define WORKER_PACKET 65536
+#define WORKER_PIECE 61440 /* of DATA: a packet with it fits */
+
+struct work {
+    int fd;
+    uint16_t operation;
+    char *path, *other;         /* fields 1 and 2 as text, where the operation has such */
+    uint64_t numbers[9];        /* by tag */
+    unsigned given;             /* bit mask of the tags that were there */
+    const uint8_t *fields;      /* all of them, for those that repeat */
+    size_t size;
+    uint8_t *packet;            /* WORKER_PACKET bytes to receive into */
+};
+
+void work_packet(const struct work *work, uint8_t type, const void *data, size_t size);
+void work_reply(const struct work *work, const struct writer *fields);
+_Noreturn void work_fail(const struct work *work, int error, const char *what);
+_Noreturn void work_done(const struct work *work, const struct writer *fields); /* REPLY, and the end */
+_Noreturn void work_eof(const struct work *work);
+/* The next bytes of the host; size 0 at its EOF. Ends the process if the channel is gone: see `work_undo`. */
+const uint8_t *work_receive(const struct work *work, size_t *size);
+extern char *work_undo; /* a file to remove if the channel ends early */
+
+void write_stat(struct writer *out, const char *path, const struct stat *stat, const char *target, size_t target_size);
+
+_Noreturn void files_run(struct work *work); /* 16, 17, 19 to 22 */
+_Noreturn void tree_list(struct work *work);
+int tree_remove(int parent, const char *name); /* 0 or -1 with errno */
+int make_parents(const char *path, bool last, mode_t mode);
+_Noreturn void watch_run(struct work *work);
+_Noreturn void tar_in_run(struct work *work);
+_Noreturn void tar_out_run(struct work *work);
+_Noreturn void stats_run(struct work *work);
+void secrets_prepare(void); /* still with the agent's rights */
+_Noreturn void bind_run(struct work *work);
+
+#endif
