@@ -41,7 +41,7 @@ The same table is written out for OCI runtimes (`export.to_oci`) and for nsjail 
 | --- | --- | --- |
 | gdb, strace, LeakSanitizer | they need `ptrace` | debug outside; `ASAN_OPTIONS=detect_leaks=0` |
 | perf, bpftrace | they look into the host's kernel | `python -X importtime`, `cProfile`, `node --prof` |
-| containers in the sandbox, Chromium's own sandbox | they need new namespaces | the wall is there already: `--no-sandbox` |
+| containers, Chromium's own sandbox | they need new namespaces | the wall is there: `--no-sandbox` |
 | 32-bit x86 programs | their entry to the kernel is closed | 64-bit builds |
 | ping, tcpdump | raw sockets | TCP and UDP tools |
 | mount, FUSE | mounts are fixed at the start | the policy's `filesystem.mounts` |
