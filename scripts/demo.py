@@ -42,7 +42,10 @@ FILTER = {"EPERM": "system call filter", "ENOSYS": "system call filter (no such 
 # attempt: answer: the layer that gives it. Any other answer means that it came further than it should.
 LAYERS: dict[str, dict[str, str]] = {
     "read a secret of the host": FILES,
-    "… through /proc and a symlink": FILES,
+    "… through /proc and a symlink": {
+        "ENOENT": "mount namespace: not there",
+        "EACCES": "no right to trace the agent, so /proc/1 is closed",
+    },
     "read a readable file of another user": FILES,
     "read the host's password hashes": FILES,
     "find and kill a process of the host": {"": "pid namespace: not there"},
@@ -236,14 +239,13 @@ def main() -> int:
         boundary = job.document["boundary"]
         failures += show_products(job, results, options.out)
         failures += show_attempts(job, results, ended, boundary["limits"])
-    print(f"\nThe host noticed: {', '.join(damage) or 'nothing'}\n")
+    print(f"The host noticed: {', '.join(damage) or 'nothing'}\n")
     show_boundary(boundary)
-    print()
     show_times([("job and attempts", job), *((name, run) for name, run, *_ in ended)])
     if failures:
         print("\ndemo: FAILED: " + "; ".join(failures), file=sys.stderr)
         return 1
-    print(f"\nThe job's work came out, nothing else did. Look at {options.out}: chart.svg and report.md.")
+    print(f"The job's work came out, nothing else did. Look at {options.out}: chart.svg and report.md.")
     return 0
 
 
