@@ -101,6 +101,7 @@ class NormalUser:
             env={**self.env, **(env or {})},
             capture_output=True,
             text=True,
+            errors="replace",
             stdin=subprocess.DEVNULL,
             timeout=timeout,
             check=False,

@@ -1,0 +1,86 @@
+"""Samples, promises and the static command. No test asserts a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ringfence.cli import hello, references, timing
+from ringfence.cli.bench import Promise
+from ringfence.cli.main import main
+from ringfence.cli.timing import Samples
+
+
+def test_percentiles_are_samples():
+    samples = Samples("x", [float(n) for n in range(100, 0, -1)])
+    assert (samples.percentile(50), samples.percentile(95), samples.percentile(99)) == (50, 95, 99)
+    assert Samples("x", [7.0]).percentile(99) == 7.0
+    assert samples.as_dict() == {
+        "name": "x", "unit": "ms", "n": 100, "min": 1.0, "p50": 50.0, "p95": 95.0, "p99": 99.0,
+    }  # fmt: skip
+
+
+def test_promises_hold_in_their_direction():
+    assert Promise("ratio", 0.6, 0.59, "x").held
+    assert not Promise("ratio", 0.6, 0.61, "x").held
+    assert Promise("rate", 250, 251, "1/s", at_least=True).held
+    assert not Promise("rate", 250, 249, "1/s", at_least=True).held
+    assert Promise("rate", 250, 249, "1/s", at_least=True).as_dict()["promise"] == ">= 250 1/s"
+
+
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="no static command for it")
+def test_the_static_command_is_one(tmp_path):
+    path = hello.write(str(tmp_path))
+    assert subprocess.run([path], capture_output=True, check=True).stdout == hello.TEXT
+    assert os.path.getsize(path) < 200
+
+
+def test_the_text_lies_where_the_code_looks_for_it():
+    for machine in ("x86_64", "aarch64"):
+        assert hello.program(machine).endswith(hello.TEXT)
+    x86 = hello._X86_64
+    lea = 5
+    assert lea + 7 + int.from_bytes(x86[lea + 3 : lea + 7], "little") == len(x86)
+    assert len(hello._ARM64) == 4 + 28  # adr is the second instruction
+
+
+def test_timing_of_programs():
+    samples = Samples("x")
+    timing.first_byte(["/bin/sh", "-c", "echo x"], samples)
+    timing.to_the_end(["/bin/sh", "-c", "true"], samples, dict(os.environ))
+    assert len(samples.values) == 2
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        timing.first_byte(["/bin/sh", "-c", "echo x; exit 3"], samples)
+    with pytest.raises(RuntimeError, match="0 bytes"):
+        timing.first_byte(["/bin/sh", "-c", "true"], samples)
+    with pytest.raises(FileNotFoundError):
+        timing.first_byte(["/nosuch"], samples)
+    assert timing.memory_available() > 0
+    started = time.perf_counter()
+    samples.add(started)
+    assert samples.values[-1] >= 0
+
+
+def test_a_tool_that_is_not_here_is_absent_with_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for kind in references.REFERENCES.values():
+        with pytest.raises(references.Absent, match="not installed"):
+            kind("/bin/true", str(tmp_path)).prepare()
+
+
+def test_an_engine_that_does_not_answer_is_absent(tmp_path, monkeypatch):
+    fake = tmp_path / "docker"
+    fake.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no daemon here')\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(references.Absent, match="no daemon here"):
+        references.Docker("/bin/true", str(tmp_path)).prepare()
+
+
+def test_an_unknown_tool_is_refused(capsys):
+    assert main(["bench", "--against", "bwrp"]) == 125
+    assert "unknown tool" in capsys.readouterr().err
