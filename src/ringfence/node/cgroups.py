@@ -111,7 +111,7 @@ class Cgroups:
                 if controller == "unified" and self.mode == "v2":
                     _enable(root, self._controllers_v2())
                     _enable(folder, self._controllers_v2())
-                elif controller == "memory":
+                elif controller == "memory" and self.mode != "v2":
                     # On old hosts a v1 group does not count its children unless told so.
                     with contextlib.suppress(OSError):
                         _write(f"{folder}/memory.use_hierarchy", "1")

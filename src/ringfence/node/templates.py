@@ -268,7 +268,9 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _check_target(path: str, what: str) -> None:
-    if not path.startswith("/") or os.path.normpath(path) != path or path == "/" or "\0" in path:
+    # normpath leaves two leading slashes as they are: POSIX lets them mean something else.
+    well_formed = path.startswith("/") and not path.startswith("//") and os.path.normpath(path) == path
+    if not well_formed or path == "/" or "\0" in path:
         raise InvalidRequest(
             f"{what} {path!r} must be an absolute path inside, without .. and not / itself",
             hint="as in /data",
