@@ -1,3 +1,4 @@
+#include "netns.h"
 #include "server.h"
 #include "steps.h"
 #include "sys.h"
@@ -32,7 +33,7 @@ struct cached {
     uint8_t maps[4 * sizeof(struct id_map)];
 };
 
-enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS };
+enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS, TAG_NETNS };
 
 static struct child children[CHILDREN_MAX];
 static unsigned highest; /* one past the highest slot in use */
@@ -198,10 +199,11 @@ static int write_maps(unsigned index, const struct step *maps)
     return error;
 }
 
-static _Noreturn void child_main(const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns)
+static _Noreturn void child_main(const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns,
+                                 int netns)
 {
     static struct run run;
-    run_begin(&run, plan, descriptors, slot, alive, userns);
+    run_begin(&run, plan, descriptors, slot, alive, userns, netns);
     slot->error = run_steps(&run);
     if (!slot->error)
         slot->error = ENOEXEC; /* a plan without an exec */
@@ -211,7 +213,7 @@ static _Noreturn void child_main(const struct plan *plan, const int *descriptors
 static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
 {
     const struct step *maps = NULL;
-    int ends[2] = {-1, -1}, userns = -1, error = 0;
+    int ends[2] = {-1, -1}, userns = -1, netns = -1, error = 0;
     unsigned failing = 0;
     struct rf_clone_args args = {.flags = CLONE_PIDFD, .exit_signal = SIGCHLD};
     struct child *child = reserve();
@@ -243,6 +245,10 @@ static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
         case OP_MAPS:
             maps = step;
             break;
+        case OP_NETNS:
+            if (netns < 0 && (netns = netns_take()) < 0)
+                args.flags |= CLONE_NEWNET;
+            break;
         case OP_INTO_CGROUP:
             args.flags |= 0x200000000ULL; /* CLONE_INTO_CGROUP */
             args.cgroup = (uint64_t)descriptors[step->number[0]];
@@ -252,6 +258,8 @@ static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
         }
     }
     if (error) {
+        if (netns >= 0)
+            close(netns);
         answer_failure(id, failing, plan->steps[failing].op, error);
         release(child);
         return;
@@ -261,6 +269,8 @@ static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
         error = errno;
     else if ((child->pid = (int)syscall(SYS_clone3, &args, sizeof args)) < 0)
         error = errno;
+    if (netns >= 0 && child->pid) /* the child has its own copy */
+        close(netns);
     if (error) {
         answer_failure(id, 0, OP_CLONE, error);
         child->pidfd = -1;
@@ -273,7 +283,7 @@ static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
     }
     if (!child->pid) {
         close(ends[0]);
-        child_main(plan, descriptors, &slots[index], ends[1], userns);
+        child_main(plan, descriptors, &slots[index], ends[1], userns, netns);
     }
     close(ends[1]);
     child->pipe = ends[0];
@@ -374,8 +384,11 @@ static void initialise(uint32_t id, const struct plan *plan, const int *descript
 {
     static struct run run;
     struct slot slot = {0};
-    run_begin(&run, plan, descriptors, &slot, -1, -1);
-    int error = run_steps(&run);
+    run_begin(&run, plan, descriptors, &slot, -1, -1, -1);
+    int error = run_steps(&run), pool = -1;
+    for (unsigned i = 0; i < plan->count && !error; i++)
+        if (plan->steps[i].op == OP_NETNS_POOL && (pool = netns_start((unsigned)plan->steps[i].number[0])) >= 0)
+            error = watch(pool, TAG_NETNS);
     if (run.host_root >= 0)
         close(run.host_root);
     if (error) {
@@ -476,6 +489,8 @@ int serve(int socket)
                 receive();
             else if (tag == TAG_SIGNALS)
                 ended = 1;
+            else if (tag == TAG_NETNS)
+                netns_receive();
             else if (tag < CHILDREN_MAX && children[tag].state == STARTING && children[tag].pipe >= 0)
                 settle(tag);
         }

@@ -196,7 +196,7 @@ static int do_loop(const struct step *step)
     return error;
 }
 
-static int do_loopback(void)
+int netns_loopback(void)
 {
     struct ifreq request = {.ifr_name = "lo"};
     int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -450,11 +450,17 @@ static int do_step(struct run *run, const struct step *step)
     struct rf_mount_attr attr = {0};
     switch ((enum op)step->op) {
     case OP_MAPS: return await_maps(run);
-    case OP_CLONE: case OP_KEEP: case OP_EXIT_FILE: case OP_USERNS: case OP_INTO_CGROUP: return 0;
+    case OP_CLONE: case OP_KEEP: case OP_EXIT_FILE: case OP_USERNS: case OP_INTO_CGROUP:
+    case OP_NETNS_POOL: return 0;
     case OP_CGROUP_JOIN: TRY(write(run->descriptors[n[0]], "0", 1)); return 0;
     case OP_UNSHARE: TRY(unshare((int)n[0])); return 0;
     case OP_HOSTNAME: TRY(sethostname(t[0], strlen(t[0]))); return 0;
-    case OP_LOOPBACK: return do_loopback();
+    case OP_LOOPBACK: return netns_loopback();
+    case OP_NETNS:
+        if (run->netns < 0)
+            return netns_loopback();
+        TRY(setns(run->netns, CLONE_NEWNET));
+        return 0;
     case OP_MOUNT: TRY(mount(t[0], t[1], t[2], n[0], t[3])); return 0;
     case OP_BIND: return do_bind(run, step);
     case OP_LOOP: return do_loop(step);
@@ -490,7 +496,8 @@ static int do_step(struct run *run, const struct step *step)
     return ENOSYS;
 }
 
-void run_begin(struct run *run, const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns)
+void run_begin(struct run *run, const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns,
+               int netns)
 {
     memset(run, 0, sizeof *run);
     run->plan = plan;
@@ -498,6 +505,7 @@ void run_begin(struct run *run, const struct plan *plan, const int *descriptors,
     run->slot = slot;
     run->alive = alive;
     run->userns = userns;
+    run->netns = netns;
     run->host_root = run->ruleset = -1;
     run->owner_uid = run->owner_gid = UINT32_MAX;
 }

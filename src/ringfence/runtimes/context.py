@@ -28,6 +28,7 @@ DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
 }
 _SYS_ADMIN, _SETGID, _SETUID = 21, 6, 7
+NETNS_READY = 4  # network namespaces made ahead: each start takes one, and each is used once
 _MFD_EXEC = 0x10
 _SEALS = 0xF  # F_SEAL_SEAL, SHRINK, GROW, WRITE
 _ADD_SEALS = 1033
@@ -71,6 +72,7 @@ def init_plan() -> Plan:
     """What the launcher of a root node does first: a nearly empty mount namespace of its own, and a folder
     of device nodes that every sandbox is shown read-only (one mount instead of seven)."""
     plan = Plan()
+    plan.add("NETNS_POOL", NETNS_READY)
     plan.add("UNSHARE", CLONE_NEWNS)
     # Slave: what the host mounts later appears here too, and nothing from here appears there.
     plan.add("MOUNT", "none", "/", "none", MS_REC | MS_SLAVE, "")

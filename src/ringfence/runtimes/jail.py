@@ -47,7 +47,7 @@ from ringfence.runtimes.launching.plan import (
 )
 from ringfence.runtimes.launching.steps import MASKED, READ_ONLY, add_cgroups, add_limits
 
-_NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET | CLONE_NEWTIME
+_NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWTIME
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
@@ -153,7 +153,8 @@ class JailRuntime(LaunchedRuntime):
             plan.add("CLONE", _NAMESPACES)
             plan.add("USERNS", _maps(identity))
         else:
-            plan.add("CLONE", _NAMESPACES | CLONE_NEWUSER)
+            # Its network namespace must belong to its user namespace: not one made ahead.
+            plan.add("CLONE", _NAMESPACES | CLONE_NEWUSER | CLONE_NEWNET)
             plan.add("MAPS", MAPS_HELPER if identity.helper else MAPS_DENY_SETGROUPS, _maps(identity))
         if not spec.ephemeral:
             plan.add("KEEP")
@@ -164,7 +165,7 @@ class JailRuntime(LaunchedRuntime):
             plan.add("FD", plan.fd(descriptor), _LISTEN_FD + 1 + index)
         plan.add("UNSHARE", CLONE_NEWCGROUP)
         plan.add("HOSTNAME", spec.hostname)
-        plan.add("LOOPBACK")
+        plan.add("NETNS")
         self._add_root(plan, spec)
         add_limits(plan, spec)
         if root:

@@ -6,6 +6,7 @@ The table is the twin of ``native/launcher/ops.def``; a test compares them.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 Argument = int | str | bytes
 
@@ -17,6 +18,7 @@ OPS: dict[str, tuple[int, str]] = {
     "USERNS": (4, "b"),
     "MAPS": (5, "ub"),
     "INTO_CGROUP": (6, "f"),
+    "NETNS_POOL": (7, "u"),
     "CGROUP_JOIN": (10, "f"),
     "UNSHARE": (11, "u"),
     "HOSTNAME": (12, "s"),
@@ -35,6 +37,7 @@ OPS: dict[str, tuple[int, str]] = {
     "REMOUNT": (25, "su"),
     "UMOUNT": (26, "s"),
     "OWNER": (27, "uu"),
+    "NETNS": (28, ""),
     "USERNS_ENTER": (30, ""),
     "RLIMIT": (31, "uuu"),
     "NO_NEW_PRIVS": (32, ""),
@@ -93,20 +96,9 @@ class Plan:
 
     def add(self, name: str, *arguments: Argument) -> None:
         """Append a step. Descriptor arguments are the index that :meth:`fd` gave."""
-        number, signature = OPS[name]
-        body = b""
-        for letter, argument in zip(signature, arguments, strict=True):
-            if isinstance(argument, int):
-                body += _U64.pack(argument)
-            elif letter == "s":
-                text = argument.encode("utf-8", "surrogateescape") if isinstance(argument, str) else argument
-                body += _U32.pack(len(text) + 1) + text + b"\0"
-            else:
-                assert isinstance(argument, bytes)
-                body += _U32.pack(len(argument)) + argument
-        self._parts.append(_HEAD.pack(number, 0, len(body)) + body)
-        words = [str(argument) for argument in arguments if isinstance(argument, str)]
-        self.names.append(" ".join([name.lower(), *words[:2]]))
+        step, label = _encode(name, arguments)
+        self._parts.append(step)
+        self.names.append(label)
 
     def extend(self, other: Plan) -> None:
         """Append the steps of a plan without descriptors (one built ahead, for speed)."""
@@ -123,6 +115,25 @@ class Plan:
     def encode(self) -> bytes:
         """The steps as the launcher reads them."""
         return b"".join(self._parts)
+
+
+# Most steps are the same in every plan.
+@lru_cache(maxsize=2048)
+def _encode(name: str, arguments: tuple[Argument, ...]) -> tuple[bytes, str]:
+    """The bytes of a step, and what it is called in an error."""
+    number, signature = OPS[name]
+    body = b""
+    for letter, argument in zip(signature, arguments, strict=True):
+        if isinstance(argument, int):
+            body += _U64.pack(argument)
+        elif letter == "s":
+            text = argument.encode("utf-8", "surrogateescape") if isinstance(argument, str) else argument
+            body += _U32.pack(len(text) + 1) + text + b"\0"
+        else:
+            assert isinstance(argument, bytes)
+            body += _U32.pack(len(argument)) + argument
+    words = [argument for argument in arguments if isinstance(argument, str)]
+    return _HEAD.pack(number, 0, len(body)) + body, " ".join([name.lower(), *words[:2]])
 
 
 def id_maps(users: list[tuple[int, int, int]], groups: list[tuple[int, int, int]]) -> bytes:

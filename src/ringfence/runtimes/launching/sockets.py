@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -30,10 +31,14 @@ def listener(folder: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         with _short_path(folder) as path:
-            with contextlib.suppress(FileNotFoundError):
+            os.fchmod(sock.fileno(), 0o600)  # Linux makes the file with the socket's own mode
+            try:
+                sock.bind(path)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
                 os.unlink(path)
-            sock.bind(path)
-            os.chmod(path, 0o600)
+                sock.bind(path)
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()
