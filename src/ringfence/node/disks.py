@@ -29,6 +29,7 @@ SMALLEST_IMAGE = 8 << 20  # below, ext4 has more metadata than room
 BYTES_PER_INODE = 8192  # of a disk's size: half of ext4's usual 16 KiB; small files are usual here
 MOST_INODES = 1 << 20  # of a tmpfs, each 1 KiB of kernel memory that the sandbox's limit pays for
 LEAST_INODES = 1024
+HOST_RESERVE = 256 << 20  # bytes of the host's disk that no sandbox is ever promised
 _LOOP_CLR_FD = 0x4C01
 
 
@@ -130,17 +131,19 @@ def _copy_image(source: Path, target: Path, size: int) -> None:
 
 
 def _reserve(file: int, size: int) -> None:
+    # Looked up first: a reservation that fails half-way has taken all there was from everybody for a moment.
+    space = os.fstatvfs(file)
+    if space.f_bavail * space.f_frsize < size + HOST_RESERVE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     # Not os.posix_fallocate: where the file system can't, glibc would write zeros for minutes.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
     if libc.fallocate(file, 0, 0, size) == 0:
         return
     number = ctypes.get_errno()
+    os.truncate(file, 0)
     if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
         raise OSError(number, os.strerror(number))
-    space = os.fstatvfs(file)
-    if space.f_bavail * space.f_frsize < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.truncate(file, size)
 
 

@@ -90,12 +90,30 @@ def test_a_full_host_is_said_and_nothing_stays(
     assert not (tmp_path / "disk.img").exists()
 
 
-def test_more_than_the_host_has_is_refused_by_the_kernel(state: StateRoot, tmp_path: Path) -> None:
-    space = os.statvfs(tmp_path)
-    most = space.f_bavail * space.f_frsize
-    with open(tmp_path / "x", "wb") as file, pytest.raises(OSError, match=r"space|large") as caught:
-        disks._reserve(file.fileno(), most * 4)
-    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB of its own: nothing that goes wrong here can fill the machine's disk."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "small", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize("reserve", [0, 256 * MIB])
+def test_more_than_the_host_has_is_refused_and_nothing_is_taken(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, reserve: int
+) -> None:
+    monkeypatch.setattr(disks, "HOST_RESERVE", reserve)
+    with open(small_disk / "x", "wb") as file:
+        with pytest.raises(OSError, match="space") as caught:
+            disks._reserve(file.fileno(), 64 * MIB)
+        assert caught.value.errno == errno.ENOSPC
+        assert os.fstat(file.fileno()).st_blocks == 0
+        if not reserve:
+            disks._reserve(file.fileno(), 8 * MIB)  # the control: what there is can be had
+            assert os.fstat(file.fileno()).st_blocks * 512 == 8 * MIB
 
 
 def test_without_mkfs_the_remedy_is_named(
