@@ -51,7 +51,7 @@ figures: ## the same, and into docs/SPECIFICATION.md
 
 fuzz: ## every parser's fuzzer for FUZZ_SECONDS (20) each
 	@scripts/setup.sh fuzz
-	@$(MAKE) -C native fuzz FUZZ_SECONDS=$(FUZZ_SECONDS)
+	@$(MAKE) -C native fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) 2>&1 | grep -vE '# Uses: [0-9]+$$|^###### '
 
 sanitize: ## the native programs with AddressSanitizer and UBSan (native/build/sanitize)
 	@scripts/setup.sh test
