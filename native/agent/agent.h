@@ -69,6 +69,7 @@ struct ring {
     uint8_t *data;
     size_t capacity, limit;
     uint64_t start, end; /* offsets of the oldest byte kept and of the next one */
+    uint64_t floor;      /* `start` before room was made for a read */
 };
 size_t ring_reserve(struct ring *ring, size_t want, uint64_t keep);
 size_t ring_space(const struct ring *ring, uint64_t keep);

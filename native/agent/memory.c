@@ -67,6 +67,7 @@ size_t ring_reserve(struct ring *ring, size_t want, uint64_t keep)
         want = ring->limit;
     if (held + want > ring->capacity)
         ring_grow(ring, held + want);
+    ring->floor = ring->start;
     held = (size_t)(ring->end - ring->start); /* growing may have taken it from this very ring */
     if (held + want > ring->capacity) {
         uint64_t start = ring->start + (held + want - ring->capacity);
@@ -91,6 +92,9 @@ ssize_t ring_read_from(struct ring *ring, int fd, size_t size)
     ssize_t got = readv(fd, parts, size > first ? 2 : 1);
     if (got > 0)
         ring->end += (uint64_t)got;
+    /* room that was made and not used gives its bytes back */
+    uint64_t lowest = ring->end > ring->capacity ? ring->end - ring->capacity : 0;
+    ring->start = lowest > ring->floor ? lowest : ring->floor;
     return got;
 }
 

@@ -212,7 +212,7 @@ static int on_data(void *context, const uint8_t *data, size_t size)
         size_t piece = HOLE - (size_t)(unpacking->position % HOLE);
         if (piece > size)
             piece = size;
-        if (piece == HOLE && all_zero(data, piece)) {
+        if (all_zero(data, piece)) {
             unpacking->hole = true;
         } else {
             if (piece == HOLE) /* as much as is not zero at once */

@@ -242,8 +242,8 @@ static void worker_ready(struct source *source, uint32_t events)
     if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR)) || worker->held != NULL)
         return;
     ssize_t got = recv(source->fd, scratch, WORKER_PACKET, MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR))
-        return;
+    if (got < 0 && (errno == EAGAIN || errno == EINTR || errno == ECONNRESET))
+        return; /* reset: it ended without taking all we sent, which hides its last words only once */
     if (got <= 0) {
         worker_fail(worker, EIO, "worker");
         return;
