@@ -10,7 +10,7 @@
 
 static int maker = -1; /* our end of the socket to the process that makes them */
 static int ready[NETNS_MAX];
-static unsigned ready_count;
+static unsigned ready_count, missing;
 
 static int send_descriptor(int socket, int descriptor)
 {
@@ -112,6 +112,12 @@ int netns_take(void)
 {
     if (!ready_count)
         return -1;
-    ask();
+    missing++;
     return ready[--ready_count];
+}
+
+void netns_refill(void)
+{
+    for (; missing; missing--)
+        ask();
 }

@@ -10,7 +10,10 @@ int netns_start(unsigned count);
 /* Called when that descriptor is readable: takes what is ready. */
 void netns_receive(void);
 
-/* One that nobody else has had or will have, or -1. Another is made in its place. */
+/* One that nobody else has had or will have, or -1. */
 int netns_take(void);
+
+/* Has others made in place of those taken; called when a start is over, so as not to be in its way. */
+void netns_refill(void);
 
 #endif

@@ -21,6 +21,7 @@ struct child {
     int pid, pidfd, pipe;
     uint32_t id;
     int keep;
+    uint64_t birth;
     unsigned helpers;       /* newuidmap and newgidmap under way for it */
     unsigned helps;         /* HELPER: index of the child whose maps it writes */
     uint32_t helps_id;
@@ -133,6 +134,25 @@ static int cached_userns(const struct step *maps)
     entry->length = maps->length;
     memcpy(entry->maps, maps->bytes, maps->length);
     return fd;
+}
+
+/* Field 22 of /proc/PID/stat. Read here, while the child is busy: the node would have to wait for it. */
+static uint64_t birth_of(int pid)
+{
+    char text[512], *at;
+    snprintf(text, sizeof text, "/proc/%d/stat", pid);
+    int fd = open(text, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t size = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[size > 0 ? size : 0] = 0;
+    if (!(at = strrchr(text, ')')))
+        return 0;
+    for (int field = 2; field < 22; field++)
+        if (!(at = strchr(at + 1, ' ')))
+            return 0;
+    return strtoull(at + 1, NULL, 10);
 }
 
 static void let_go(unsigned index)
@@ -291,6 +311,7 @@ static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
     error = maps ? write_maps(index, maps) : 0;
     if (!error)
         error = watch(child->pipe, index);
+    child->birth = birth_of(child->pid);
     if (error) {
         answer_failure(id, 0, maps ? OP_MAPS : OP_CLONE, error);
         child->state = FAILED;
@@ -305,7 +326,8 @@ static void settle(unsigned index)
     struct slot *slot = &slots[index];
     close_pipe(child);
     if (slot->ready && !slot->error) {
-        struct reply reply = {.kind = REPLY_STARTED, .id = child->id, .pid = child->pid, .landlock = slot->landlock};
+        struct reply reply = {.kind = REPLY_STARTED, .id = child->id, .pid = child->pid, .landlock = slot->landlock,
+                              .birth = child->birth};
         child->state = RUNNING;
         answer(&reply, child->pidfd);
     } else {
@@ -318,6 +340,7 @@ static void settle(unsigned index)
     if (child->pidfd >= 0)
         close(child->pidfd);
     child->pidfd = -1;
+    netns_refill();
 }
 
 static void helper_ended(const struct child *helper, int status)

@@ -20,6 +20,7 @@ struct reply {
     uint32_t index;         /* FAILED: position of the step in the plan */
     uint32_t landlock;      /* STARTED: ABI in force, 0 if none */
     uint32_t reserved;
+    uint64_t birth;         /* STARTED: the child's start time as /proc/PID/stat has it, 0 if unknown */
     char step[32];
 };
 enum { REPLY_STARTED = 1, REPLY_FAILED = 2, REPLY_EXITED = 3 };

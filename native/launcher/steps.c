@@ -361,6 +361,16 @@ static int do_become(const struct step *step)
     return 0;
 }
 
+static int do_await(int fd)
+{
+    char byte;
+    ssize_t size;
+    while ((size = read(fd, &byte, 1)) < 0)
+        if (errno != EINTR)
+            return errno;
+    return size ? 0 : EPIPE;
+}
+
 static int do_death_signal(struct run *run, int number)
 {
     struct pollfd launcher = {run->alive, 0, 0};
@@ -482,6 +492,7 @@ static int do_step(struct run *run, const struct step *step)
     case OP_LANDLOCK_PATH: return do_landlock_path(run, t[0], n[0]);
     case OP_LANDLOCK_APPLY: return do_landlock_apply(run);
     case OP_BECOME: return do_become(step);
+    case OP_AWAIT: return do_await(run->descriptors[n[0]]);
     case OP_DEATH_SIGNAL: return do_death_signal(run, (int)n[0]);
     case OP_SECCOMP: return do_seccomp(run, run->descriptors[n[0]]);
     case OP_UMASK: umask((mode_t)n[0]); return 0;

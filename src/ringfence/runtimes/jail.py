@@ -8,13 +8,14 @@ it has no capability, an empty bounding set and no_new_privs.
 
 from __future__ import annotations
 
+import errno as _errno
 import os
 from functools import lru_cache
 
 from ringfence.model.errors import HostLimit, InvalidRequest, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE
-from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, StartSpec
+from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, RootFs, StartSpec
 from ringfence.runtimes.launching import freezing, sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.guestargs import AGENT_CAPABILITIES, agent_arguments, environment
@@ -93,17 +94,26 @@ class JailRuntime(LaunchedRuntime):
                 hint="ask for a disk of at most half of the memory, or run the node as root",
             )
         opened: list[int] = []
+        listener = sockets.unbound()
+        gate, lift = os.pipe2(os.O_CLOEXEC)
+        opened += (gate, lift)
+
+        def listen() -> None:
+            # The child builds the wall while this process makes the socket; it waits for the byte.
+            sockets.listen(listener, spec.folder)
+            os.write(lift, b"x")
+
         try:
-            listener = sockets.listener(spec.folder)
-        except OSError as error:
-            raise StartFailed(
-                f"no socket in {spec.folder}: {error.strerror}", step="listen", errno=str(error.errno)
-            ) from error
-        try:
-            plan = self._plan(spec, listener.fileno(), opened)
-            child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
-        except BaseException:
+            plan = self._plan(spec, listener.fileno(), gate, opened)
+            child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral, meanwhile=listen)
+        except BaseException as error:
             _forget(spec.folder)
+            if isinstance(error, OSError):
+                raise StartFailed(
+                    f"no socket in {spec.folder}: {error.strerror}",
+                    step="listen",
+                    errno=_errno.errorcode.get(error.errno or 0, ""),
+                ) from error
             raise
         finally:
             listener.close()
@@ -146,7 +156,7 @@ class JailRuntime(LaunchedRuntime):
 
     # -- the plan
 
-    def _plan(self, spec: StartSpec, listener: int, opened: list[int]) -> Plan:
+    def _plan(self, spec: StartSpec, listener: int, gate: int, opened: list[int]) -> Plan:
         root, identity = self.context.root, spec.identity
         plan = Plan()
         if root:
@@ -166,7 +176,7 @@ class JailRuntime(LaunchedRuntime):
         plan.add("UNSHARE", CLONE_NEWCGROUP)
         plan.add("HOSTNAME", spec.hostname)
         plan.add("NETNS")
-        self._add_root(plan, spec)
+        plan.extend(_root(root, spec.root, identity, spec.memory))
         add_limits(plan, spec)
         if root:
             plan.add("USERNS_ENTER")
@@ -188,65 +198,70 @@ class JailRuntime(LaunchedRuntime):
             plan.add("ARG", text)
         for text in environment(spec):
             plan.add("ENV", text)
+        plan.add("AWAIT", plan.fd(gate))
         plan.add("SECCOMP", plan.fd(self.context.filter_fd(spec.seccomp)))
         plan.add("EXEC_FD", plan.fd(self.context.agent_fd()))
         return plan
 
-    def _add_root(self, plan: Plan, spec: StartSpec) -> None:
-        root, files, identity = self.context.root, spec.root, spec.identity
-        stage = f"{STAGE}/stage" if root else STAGE
-        first = (identity.host_uid(0), identity.host_uid(0)) if root else (NOBODY, NOBODY)
-        disk = files.disk
-        if disk.kind == "tmpfs":
-            options = f"size={disk.size},nr_inodes={disk.inodes},mode=0700"
-            plan.add("MOUNT", "disk", stage, "tmpfs", MS_NOSUID | MS_NODEV, options)
-        else:
-            assert disk.image is not None
-            plan.add("LOOP", disk.image, stage, "ext4", MS_NOSUID | MS_NODEV)
-        plan.add("MKDIR", f"{stage}/upper", 0o755, *first)
-        plan.add("MKDIR", f"{stage}/work", 0o700, NOBODY, NOBODY)
-        plan.add("MKDIR", f"{stage}/root", 0o700, NOBODY, NOBODY)
-        lowers = []
-        for index, lower in enumerate(files.lowers):
-            if not root:
-                lowers.append(_escaped(lower))
-                continue
-            plan.add("MKDIR", f"{stage}/l{index}", 0o700, NOBODY, NOBODY)
-            plan.add("BIND", lower, f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
-            lowers.append(f"{stage}/l{index}")
-        options = f"lowerdir={':'.join(lowers)},upperdir={stage}/upper,workdir={stage}/work"
-        plan.add(
-            "MOUNT",
-            "root",
-            f"{stage}/root",
-            "overlay",
-            MS_NOSUID | MS_NODEV,
-            options + ("" if root else ",userxattr"),
-        )
-        plan.add("PIVOT", f"{stage}/root")
-        if root:
-            plan.add("OWNER", *first)
-        for bind in files.binds:
-            plan.add("BIND", bind.source, bind.target, _bind_flags(bind))
-        plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
-        plan.extend(_devices(root))
-        shm = max(SHM_SMALLEST, spec.memory // 2)
-        owner = (
-            f",uid={identity.host_uid(identity.agent_uid)},gid={identity.host_uid(identity.agent_uid)}"
-            if root
-            else f",uid={identity.agent_uid}"
-        )
-        plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
-        plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, f"size={SECRETS_SIZE},mode=0755{owner}")
-        plan.extend(_proc_covers(root))
-        plan.add("BIND", stage, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
-        if files.readonly:
-            for path in files.read_write:
-                plan.add("BIND", path, path, BIND_INSIDE)
-            plan.add("REMOUNT", "/", ATTR_RDONLY)
-        for path in files.read_only:
-            plan.add("READONLY", path)
-        plan.add("DETACH")
+
+@lru_cache(maxsize=512)
+def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
+    """Everything about the file system. Kept, since most sandboxes differ in nothing of it."""
+    plan = Plan()
+    stage = f"{STAGE}/stage" if root else STAGE
+    first = (identity.host_uid(0), identity.host_uid(0)) if root else (NOBODY, NOBODY)
+    disk = files.disk
+    if disk.kind == "tmpfs":
+        options = f"size={disk.size},nr_inodes={disk.inodes},mode=0700"
+        plan.add("MOUNT", "disk", stage, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    else:
+        assert disk.image is not None
+        plan.add("LOOP", disk.image, stage, "ext4", MS_NOSUID | MS_NODEV)
+    plan.add("MKDIR", f"{stage}/upper", 0o755, *first)
+    plan.add("MKDIR", f"{stage}/work", 0o700, NOBODY, NOBODY)
+    plan.add("MKDIR", f"{stage}/root", 0o700, NOBODY, NOBODY)
+    lowers = []
+    for index, lower in enumerate(files.lowers):
+        if not root:
+            lowers.append(_escaped(lower))
+            continue
+        plan.add("MKDIR", f"{stage}/l{index}", 0o700, NOBODY, NOBODY)
+        plan.add("BIND", lower, f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
+        lowers.append(f"{stage}/l{index}")
+    options = f"lowerdir={':'.join(lowers)},upperdir={stage}/upper,workdir={stage}/work"
+    plan.add(
+        "MOUNT",
+        "root",
+        f"{stage}/root",
+        "overlay",
+        MS_NOSUID | MS_NODEV,
+        options + ("" if root else ",userxattr"),
+    )
+    plan.add("PIVOT", f"{stage}/root")
+    if root:
+        plan.add("OWNER", *first)
+    for bind in files.binds:
+        plan.add("BIND", bind.source, bind.target, _bind_flags(bind))
+    plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
+    plan.extend(_devices(root))
+    shm = max(SHM_SMALLEST, memory // 2)
+    owner = (
+        f",uid={identity.host_uid(identity.agent_uid)},gid={identity.host_uid(identity.agent_uid)}"
+        if root
+        else f",uid={identity.agent_uid}"
+    )
+    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
+    plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, f"size={SECRETS_SIZE},mode=0755{owner}")
+    plan.extend(_proc_covers(root))
+    plan.add("BIND", stage, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
+    if files.readonly:
+        for path in files.read_write:
+            plan.add("BIND", path, path, BIND_INSIDE)
+        plan.add("REMOUNT", "/", ATTR_RDONLY)
+    for path in files.read_only:
+        plan.add("READONLY", path)
+    plan.add("DETACH")
+    return plan
 
 
 @lru_cache(maxsize=2)

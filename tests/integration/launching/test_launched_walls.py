@@ -278,8 +278,15 @@ async def test_links_are_independent(any_bench: Bench) -> None:
     assert results == [(0, f"{n}\n") for n in range(8)]
 
 
+def open_files(made: Bench) -> int:
+    """Of the launcher, but for the namespaces that it keeps ready."""
+    folder = Path(f"/proc/{made.context.launcher.pid}/fd")
+    kinds = [os.readlink(each) for each in folder.iterdir()]
+    return len([kind for kind in kinds if not kind.startswith(("net:", "user:"))])
+
+
 async def test_a_failing_step_is_named_and_undone(jail: Bench) -> None:
-    before = sorted(os.listdir(f"/proc/{jail.context.launcher.pid}/fd"))
+    before = open_files(jail)
     for _ in range(5):
         with pytest.raises(StartFailed) as caught:
             await jail.start(binds=(Bind("/does/not/exist", "/data"),))
@@ -288,9 +295,7 @@ async def test_a_failing_step_is_named_and_undone(jail: Bench) -> None:
     assert not (jail.folder / "sb-0" / "guest.sock").exists()
     assert (await jail.run(await jail.start(), "echo still"))[1] == "still\n"
     await jail.runtime.destroy(jail.made[-1])
-    after = sorted(os.listdir(f"/proc/{jail.context.launcher.pid}/fd"))
-    # A user namespace may have been made, and is kept.
-    assert len(after) <= len(before) + 1
+    assert open_files(jail) == before
 
 
 async def test_bubblewrap_tells_what_bwrap_said() -> None:

@@ -15,7 +15,7 @@ from ringfence.model.sandbox import EffectiveBoundary
 from ringfence.runtimes.contract import Exit, Handle, StartSpec, WallStats
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.launcher import Child
-from ringfence.runtimes.launching.processes import ProcessRef, birth_of, readable
+from ringfence.runtimes.launching.processes import ProcessRef, birth_of, boot_id, readable
 
 if TYPE_CHECKING:
     from ringfence.model.levels import Boundary, Level
@@ -43,7 +43,8 @@ class LaunchedRuntime:
 
     def handle(self, spec: StartSpec, child: Child, pid: int, data: dict[str, Any]) -> Handle:
         """The handle of a wall whose first process is ``pid``; ``child`` is what the launcher started."""
-        ref = ProcessRef.of(pid)
+        birth = child.birth if pid == child.pid else 0
+        ref = ProcessRef(pid, birth, boot_id()) if birth else ProcessRef.of(pid)
         self._children[pid, ref.birth] = child
         return Handle(self.name, self.version, spec.id, spec.folder, pid, ref.birth, ref.boot_id, data)
 

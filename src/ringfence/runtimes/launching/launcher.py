@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 import struct
+from collections.abc import Callable
 
 from ringfence import _native
 from ringfence.model.errors import HostLimit, StartFailed
@@ -18,7 +19,7 @@ from ringfence.runtimes.launching.processes import readable
 
 _MAGIC = 0x314C4652
 _REQUEST = struct.Struct("<IIII")
-_REPLY = struct.Struct("<IIiiiIII32s")
+_REPLY = struct.Struct("<IIiiiIIIQ32s")
 _INIT, _SPAWN = 1, 2
 _STARTED, _FAILED, _EXITED = 1, 2, 3
 
@@ -27,12 +28,19 @@ class Child:
     """A program that the launcher started. ``exited`` resolves to its wait status, or ``None`` if the
     launcher ended first and nobody can know."""
 
-    __slots__ = ("exited", "keep", "landlock", "pid", "pidfd")
+    __slots__ = ("birth", "exited", "keep", "landlock", "pid", "pidfd")
 
     def __init__(
-        self, pid: int, pidfd: int, landlock: int, keep: bool, exited: asyncio.Future[int | None]
+        self,
+        pid: int,
+        birth: int,
+        pidfd: int,
+        landlock: int,
+        keep: bool,
+        exited: asyncio.Future[int | None],
     ) -> None:
         self.pid = pid
+        self.birth = birth  # start time as /proc/PID/stat has it, 0 if unknown
         self.pidfd = pidfd
         self.landlock = landlock
         self.keep = keep
@@ -96,16 +104,19 @@ class Launcher:
                 raise
         return launcher
 
-    async def spawn(self, plan: Plan, *, keep: bool = False) -> Child:
+    async def spawn(
+        self, plan: Plan, *, keep: bool = False, meanwhile: Callable[[], None] | None = None
+    ) -> Child:
         """Execute a plan in a new process; return once its program runs.
 
         ``keep`` must say what the plan says (step KEEP): it only tells :meth:`close` whom to wait for.
+        ``meanwhile`` is called while the child is at work; if it raises, the child is killed.
 
         Raises:
             StartFailed: ``details`` has ``step`` and ``errno``; nothing of it is left.
             HostLimit: the host ran out of processes, memory, descriptors or namespaces.
         """
-        return await self._request(_SPAWN, plan, keep=keep)
+        return await self._request(_SPAWN, plan, keep=keep, meanwhile=meanwhile)
 
     async def close(self) -> None:
         """Let go: ephemeral children are killed, kept ones live on. Idempotent."""
@@ -121,7 +132,9 @@ class Launcher:
                 os.waitpid(self.pid, 0)  # noqa: ASYNC222
         os.close(self._pidfd)
 
-    async def _request(self, kind: int, plan: Plan, *, keep: bool) -> Child:
+    async def _request(
+        self, kind: int, plan: Plan, *, keep: bool, meanwhile: Callable[[], None] | None = None
+    ) -> Child:
         body = plan.encode()
         if len(body) > MAX_BYTES:
             raise StartFailed("the plan of the wall is too long", step="plan", errno="E2BIG")
@@ -142,8 +155,10 @@ class Launcher:
                 "the launcher has ended", hint="start the node again", errno=str(error)
             ) from error
         try:
+            if meanwhile is not None:
+                meanwhile()
             return await answer
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, OSError):
             # Whoever asked is gone: what was started for him must go too.
             answer.add_done_callback(_abandon)
             if serial in self._starting:
@@ -179,7 +194,7 @@ class Launcher:
             self._handle(data, pidfd)
 
     def _handle(self, data: bytes, pidfd: int) -> None:
-        kind, serial, pid, number, status, index, landlock, _reserved, step = _REPLY.unpack(data)
+        kind, serial, pid, number, status, index, landlock, _reserved, birth, step = _REPLY.unpack(data)
         if kind == _EXITED:
             child = self._running.pop(serial, None)
             if child is not None and not child.exited.done():
@@ -187,7 +202,7 @@ class Launcher:
             return
         plan, keep, answer = self._starting.pop(serial)
         if kind == _STARTED:
-            child = Child(pid, pidfd, landlock, keep, self._loop.create_future())
+            child = Child(pid, birth, pidfd, landlock, keep, self._loop.create_future())
             if pidfd >= 0:
                 self._running[serial] = child
             if answer.done():

@@ -38,6 +38,7 @@ OPS: dict[str, tuple[int, str]] = {
     "UMOUNT": (26, "s"),
     "OWNER": (27, "uu"),
     "NETNS": (28, ""),
+    "AWAIT": (29, "f"),
     "USERNS_ENTER": (30, ""),
     "RLIMIT": (31, "uuu"),
     "NO_NEW_PRIVS": (32, ""),

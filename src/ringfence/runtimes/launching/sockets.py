@@ -28,22 +28,36 @@ def listener(folder: str) -> socket.socket:
     Raises:
         OSError: the folder can't be written.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock = unbound()
     try:
-        with _short_path(folder) as path:
-            os.fchmod(sock.fileno(), 0o600)  # Linux makes the file with the socket's own mode
-            try:
-                sock.bind(path)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                os.unlink(path)
-                sock.bind(path)
-        sock.listen(BACKLOG)
+        listen(sock, folder)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def unbound() -> socket.socket:
+    """What :func:`listen` makes a listener of; its descriptor may be given away before."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+
+
+def listen(sock: socket.socket, folder: str) -> None:
+    """Bind ``sock`` to ``folder/guest.sock`` and listen.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    with _short_path(folder) as path:
+        os.fchmod(sock.fileno(), 0o600)  # Linux makes the file with the socket's own mode
+        try:
+            sock.bind(path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            os.unlink(path)
+            sock.bind(path)
+    sock.listen(BACKLOG)
 
 
 def dial(folder: str) -> socket.socket:
