@@ -57,7 +57,8 @@ class Attack:
     outcomes (see :func:`row`). ``limits``: the sandbox's. ``judge``: who has the last word when the payload
     says that it worked: ``victim`` (is the host process alive?), ``agent`` (does it still serve?), or both.
     ``fake``: the outcome behind the fake wall, which hides nothing: a second control through the same path.
-    ``note`` explains an outcome that looks bad.
+    ``note`` explains an outcome that looks bad. ``deviations``: walls (or ``user`` and the like) where the
+    expected outcome is known not to be had yet, and why: strict expected failures.
     """
 
     name: str
@@ -71,6 +72,15 @@ class Attack:
     note: str = ""
     pty: bool = False
     mounts: tuple[tuple[str, str], ...] = ()
+    deviations: Mapping[str, str] = field(default_factory=dict)
+
+    def deviation(self, wall: str) -> str:
+        """Why the outcome behind this wall is known to be another; empty if it is not."""
+        runtime, who = wall.split("/")
+        for name, reason in self.deviations.items():
+            if name in (runtime, who, wall, who.split("+")[0], f"{runtime}/{who.split('+')[0]}"):
+                return reason
+        return ""
 
 
 def row(outcome: str, **others: str) -> dict[str, str]:

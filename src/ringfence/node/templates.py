@@ -289,6 +289,12 @@ def _bind(mount: Mount, below: list[Bind]) -> Bind:
         raise InvalidRequest(
             f"can't mount {mount.source}: {os.strerror(error.errno or 0)}", hint="give a path that exists"
         ) from error
+    if source != os.path.normpath(mount.source):
+        # Whoever judged the source judged a real path; if it leads elsewhere now, somebody has turned it.
+        raise InvalidRequest(
+            f"can't mount {mount.source}: it leads through a symbolic link to {source}",
+            hint="name the place itself",
+        )
     folder = stat.S_ISDIR(info.st_mode)
     if not (folder or stat.S_ISREG(info.st_mode)):
         raise InvalidRequest(

@@ -4,18 +4,20 @@ place = "/.ringfence"
 try:
     names = os.listdir(place)
     if sys.argv[1] == "read":
-        verdict("succeeded", names=names)
+        verdict("succeeded" if names else "empty", names=names)
 except OSError as error:
     if sys.argv[1] == "read":
         denied(error)
     names = ["upper", "work"]
 seen = set()
-for name in [".", *names]:
+for name in [*names, "."]:
     try:
         with open(os.path.join(place, name, "rf-forged"), "w"):
             verdict("succeeded", by=name)
     except OSError as error:
         seen.add(describe(error))
+    if name == ".":
+        continue
     try:
         os.rename(os.path.join(place, name), os.path.join(place, name + "x"))
         verdict("succeeded", by=name)

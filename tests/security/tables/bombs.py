@@ -14,7 +14,8 @@ SMALL = {
     "output": MIB,
 }
 _MEMORY = Control(limits={"as": 1024 * MIB}, cgroup={"memory": 600 * MIB})
-_POLLED = "no cgroup for a normal user: a watchdog on the host reads the memory of all processes and kills"
+_UNSEEN = "without a cgroup a watchdog looks at resident memory; memory files that nobody maps are not in it"
+_NO_INODE_LIMIT = "bubblewrap gives its tmpfs no inode limit, and without a cgroup nothing else bounds them"
 
 BOMBS = [
     Attack(
@@ -33,7 +34,7 @@ BOMBS = [
             row("contained:out_of_memory"),
             _MEMORY,
             limits=SMALL,
-            note=_POLLED,
+            deviations={"user": _UNSEEN} if kind == "memfd" else {},
         )
         for kind in ("anonymous", "shared", "memfd", "sysv")
     ],
@@ -81,13 +82,27 @@ BOMBS = [
         "inode-bomb",
         "inode_bomb.c",
         ("/workspace", "150000"),
-        row("contained:ENOSPC"),
+        row("contained:ENOSPC", bubblewrap="contained:out_of_memory"),
         Control(
             namespaces=("mount",),
             args=("{folder}/disk", "150000"),
             before="mkdir -p {folder}/disk && mount -t tmpfs -o nr_inodes=200000 none {folder}/disk",
         ),
         limits=SMALL,
+        deviations={"bubblewrap/user": _NO_INODE_LIMIT},
+    ),
+    Attack(
+        "inode-bomb-shm",
+        "inode_bomb.c",
+        ("/dev/shm", "150000"),
+        row("contained:ENOSPC", bubblewrap="contained:out_of_memory"),
+        Control(
+            namespaces=("mount",),
+            args=("{folder}/disk", "150000"),
+            before="mkdir -p {folder}/disk && mount -t tmpfs -o nr_inodes=200000 none {folder}/disk",
+        ),
+        limits=SMALL,
+        deviations={"bubblewrap/user": _NO_INODE_LIMIT},
     ),
     Attack(
         "fd-bomb",

@@ -6,6 +6,7 @@ from security.attacks import Attack, Control, NoControl, row
 
 PLAIN = Control()
 _PLACE = "/tmp/rf-mount"
+_LOCKED = "a user's own mount namespace may not take apart what it was given"
 _AT_USR = "mount --bind /usr /usr"
 _AT_PLACE = "mkdir -p {folder}/mount && mount -t tmpfs none {folder}/mount"
 _MOUNTS = {
@@ -74,7 +75,10 @@ KERNEL = [
             (kind, _PLACE),
             row("denied:EPERM"),
             Control(
-                namespaces=("mount", "uts", "ipc", "net", "pid"), before=before, args=(kind, "{folder}/mount")
+                namespaces=("mount", "uts", "ipc", "net", "pid"),
+                before=before,
+                args=(kind, "{folder}/mount"),
+                root_only=_LOCKED if kind in ("umount", "move_mount") else "",
             ),
         )
         for kind, before in _MOUNTS.items()

@@ -29,8 +29,9 @@ _HOST = {
     "prlimit": ("denied:ESRCH", ""),
     "nice": ("denied:ESRCH", ""),
 }
-# Where a normal user has one uid only, the agent is the workload's own. By design nobody trusts the agent;
-# what such a workload can do to it hurts its own sandbox alone.
+# Where the map has one uid only (bubblewrap; a normal user without subordinate ids), the agent is the
+# workload's own. By design nobody trusts it; what such a workload does to it hurts its own sandbox alone.
+_ONE_UID = {"bubblewrap": "no-effect", "jail_user": "no-effect", "jail_user_ids": "denied:EPERM"}
 _AGENT: dict[str, tuple[str, dict[str, str]]] = {
     "attach": ("denied:EPERM", {}),
     "seize": ("denied:EPERM", {}),
@@ -46,11 +47,11 @@ _AGENT: dict[str, tuple[str, dict[str, str]]] = {
     "fd": ("denied:EACCES", {}),
     "oom": ("denied:EACCES", {}),
     "setns": ("denied:EACCES", {}),
-    "kill": ("denied:EPERM", {"user": "no-effect"}),
-    "term": ("denied:EPERM", {"user": "no-effect"}),
-    "pidfd_signal": ("denied:EPERM", {"user": "no-effect"}),
-    "prlimit": ("denied:EPERM", {"user": "no-effect"}),
-    "nice": ("denied:EPERM", {"user": "no-effect"}),
+    "kill": ("denied:EPERM", _ONE_UID),
+    "term": ("denied:EPERM", _ONE_UID),
+    "pidfd_signal": ("denied:EPERM", _ONE_UID),
+    "prlimit": ("denied:EPERM", _ONE_UID),
+    "nice": ("denied:EPERM", _ONE_UID),
 }
 _NAMESPACES = {
     "unshare": ("denied:EPERM", PLAIN),
@@ -69,7 +70,14 @@ _NAMESPACES = {
 
 PROCESSES = [
     *[
-        Attack(f"host-{kind}", "trace.c", (kind, "{victim}", "{address}"), row(outcome), PLAIN, judge=judge)
+        Attack(
+            f"host-{kind}",
+            "trace.c",
+            (kind, "{victim}", "{address}"),
+            row(outcome),
+            Control(root_only="only root may enter another process's namespaces" if kind == "setns" else ""),
+            judge=judge,
+        )
         for kind, (outcome, judge) in _HOST.items()
     ],
     *[
@@ -108,7 +116,7 @@ PROCESSES = [
         "become-another",
         "become.py",
         (),
-        row("denied:EPERM", user="denied:EINVAL+denied:EPERM"),
+        row("denied:EINVAL+denied:EPERM", jail_root="denied:EPERM", jail_user_ids="denied:EPERM"),
         Control(namespaces=("user",)),
     ),
     Attack("capabilities", "capabilities.py", (), row("none"), _USERNS),
@@ -134,7 +142,7 @@ PROCESSES = [
         "clocks.c",
         ("timens-offsets",),
         row("denied:EPERM"),
-        Control(namespaces=("user", "time")),
+        Control(namespaces=("user", "time"), root_only="in a user's own namespace the file is root's"),
     ),
     Attack("terminal-typing", "tiocsti.c", ("tiocsti",), row("denied:EPERM"), PLAIN),
     Attack("terminal-typing-high", "tiocsti.c", ("tiocsti-high",), row("denied:EPERM"), PLAIN),

@@ -89,13 +89,21 @@ def test_whiteouts_say_what_is_deleted_with_all_that_was_in_it(layers: Layers) -
 
 
 @root_only
-@pytest.mark.parametrize("attribute", ["trusted.overlay.opaque", "user.overlay.opaque"])
-def test_opaque_folders_hide_what_was_below(layers: Layers, attribute: str) -> None:
+def test_what_a_workload_can_write_is_no_opaque_mark(layers: Layers) -> None:
+    (layers.lower / "d").mkdir()
+    (layers.lower / "d/kept").write_text("old")
+    (layers.upper / "d").mkdir()
+    os.setxattr(layers.upper / "d", "user.overlay.opaque", b"y")
+    assert layers.kinds() == {}
+
+
+@root_only
+def test_opaque_folders_hide_what_was_below(layers: Layers) -> None:
     (layers.lower / "d").mkdir()
     for name in ("gone", "replaced", "same"):
         (layers.lower / "d" / name).write_text("old")
     (layers.upper / "d").mkdir()
-    os.setxattr(layers.upper / "d", attribute, b"y")
+    os.setxattr(layers.upper / "d", "trusted.overlay.opaque", b"y")
     (layers.upper / "d/replaced").write_text("new")
     (layers.upper / "d/same").write_text("old")
     assert layers.kinds() == {"/d/gone": "deleted file", "/d/replaced": "modified file"}
