@@ -28,7 +28,7 @@ from ringfence.model.quantities import format_size
 from ringfence.model.sandbox import EffectiveBoundary, SandboxRequest
 from ringfence.node.service import Node
 
-INSIDE = "/opt/ringfence-bench/hello"
+INSIDE = "/mnt/hello"
 MIB = 1024**2
 
 

@@ -49,10 +49,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry() -> None:
     """The console script. Leaves without the interpreter's tear-down, which costs as much as a sandbox."""
+    for descriptor in (0, 1, 2):
+        # Started with a standard stream closed (`<&-`): its number would go to the next socket we open, and
+        # what is meant for a user would be written there.
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     code = main()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
     except (BrokenPipeError, ValueError):
         code = code or 141
     os._exit(code)

@@ -6,7 +6,7 @@ The document of ``ringfence run --json`` (one object on stdout; ``null`` where t
     boundary      the effective boundary, measured on the living sandbox; null if it died before
     cause         exited, signaled, killed, out_of_memory, deadline, cpu_time, output_limit, …
     message       the cause in words, with the remedy; "" if the command simply returned
-    exit_code     what this program exits with   command_exit_code what a shell would have seen; null: none
+    exit_code     what this program exits with   command_exit_code what a shell would have seen; null: cut off
     usage         cpu_seconds, memory_peak, output_bytes, wall_seconds, measured on the host
     stdout        text, or base64 if it is not UTF-8: stdout_encoding says "utf-8" or "base64"; null if
     stderr        streamed. The same for stderr and stderr_encoding
@@ -84,6 +84,11 @@ def exit_code(end: End) -> int:
     if end.cause in (Cause.EXITED, Cause.SIGNALED, Cause.KILLED) and end.exit_code is not None:
         return end.exit_code
     return KILLED
+
+
+def command_exit_code(end: End) -> int | None:
+    """What a shell would have seen of the command itself; None if it never came to its own end."""
+    return None if exit_code(end) in (DEADLINE, FAILED) and end.cause is not Cause.EXITED else end.exit_code
 
 
 def explain(end: End, policy: Policy) -> str:

@@ -267,7 +267,7 @@ class Run:
                     "cause": end.cause.value,
                     "message": message,
                     "exit_code": code,
-                    "command_exit_code": end.exit_code,
+                    "command_exit_code": report.command_exit_code(end),
                     "usage": result.usage,
                     **report.captured(self._captured(1), "stdout"),
                     **report.captured(self._captured(2), "stderr"),

@@ -1,0 +1,75 @@
+"""doctor, probe and bench on this machine."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from ringfence.cli import inside
+
+
+def test_doctor(ringfence):
+    shown = ringfence.json("doctor", "--json")
+    assert shown["ok"]
+    runtimes = {runtime["runtime"]: runtime for runtime in shown["runtimes"]}
+    assert {"jail", "bubblewrap", "fake"} <= set(runtimes)
+    assert runtimes["jail"]["level"] == "L2"
+    assert runtimes["fake"]["boundary"] == "none"
+    for runtime in runtimes.values():
+        assert runtime["health"] in ("healthy", "degraded", "unavailable")
+        if runtime["health"] != "healthy":
+            assert runtime["reason"]
+    assert {"kernel", "cgroups", "landlock", "user namespaces"} <= {check["name"] for check in shown["host"]}
+    assert shown["rootless_losses"]
+    text = ringfence("doctor").stdout.decode()
+    for name in runtimes:
+        assert name in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("runtime", ["jail", "bubblewrap"])
+def test_every_promise_holds(ringfence, runtime):
+    shown = ringfence.json("probe", "--json", "--runtime", runtime)
+    (found,) = shown["runtimes"]
+    assert found["ok"]
+    assert set(found["promises"]) >= set(inside.ATTEMPTS)
+    assert {promise["state"] for promise in found["promises"].values()} == {"held"}
+    assert found["boundary"]["runtime"] == runtime
+
+
+def test_as_root_of_its_own_user_namespace_too(ringfence):
+    shown = ringfence.json("probe", "--json", "--runtime", "jail", "--user", "0")
+    assert shown["ok"]
+
+
+def test_the_probe_finds_what_is_open(ringfence):
+    # The positive control: without a wall the same attempts succeed, and the exit code says so.
+    shown = ringfence.json("probe", "--json", "--runtime", "fake", code=1)
+    (found,) = shown["runtimes"]
+    states = {name: promise["state"] for name, promise in found["promises"].items()}
+    for name in ("host-files", "host-loopback", "host-sockets", "seccomp", "interfaces", "namespaces"):
+        assert states[name] == "violated", name
+    text = ringfence("probe", "--runtime", "fake").stdout.decode()
+    assert "violated" in text
+
+
+def test_bench(ringfence):
+    against = ["bwrap"] if shutil.which("bwrap") else []
+    done = ringfence.json_any("bench", "--quick", "--json", "--only", "cold", "--only", "exec", "--against",
+                              ",".join(against))  # fmt: skip
+    names = [figure["name"] for figure in done["figures"]]
+    assert "jail: cold start to first output" in names
+    assert "jail: command in a running sandbox" in names
+    for figure in done["figures"]:
+        if "p50" in figure:
+            assert figure["n"] > 0
+            assert figure["min"] <= figure["p50"] <= figure["p95"] <= figure["p99"]
+    assert done["boundaries"][0]["seccomp"] == "filter"
+    # Whether a promise holds is the machine's to say, not this test's.
+    assert {promise["held"] for promise in done["promises"]} <= {True, False}
+
+
+def test_bench_of_the_command_line(ringfence):
+    done = ringfence.json_any("bench", "--quick", "--json", "--only", "cli", "--against", "")
+    assert [promise["unit"] for promise in done["promises"]] == ["ms", "ms"]
