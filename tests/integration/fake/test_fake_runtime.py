@@ -91,10 +91,17 @@ def alive(pid: int) -> bool:
 
 
 def walls_of(context: RuntimeContext) -> list[int]:
-    """Living walls of a node: the children of its launcher."""
+    """Living walls of a node: the agents among the children of its launcher."""
     launcher = context.launcher.pid
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if alive(int(pid))]
+    return [int(pid) for pid in children if alive(int(pid)) and is_agent(pid)]
+
+
+def is_agent(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ringfence-agent\0")
+    except OSError:
+        return False
 
 
 async def link_to(runtime: Guarded, handle: Handle) -> GuestLink:
