@@ -15,6 +15,9 @@ enum op {
 #undef OP
 };
 
+/* Set in slot->step while a step of the prelude is under way. */
+enum { STEP_OF_PRELUDE = 0x10000 };
+
 /* BIND flags */
 enum {
     BIND_READONLY = 1, BIND_IDMAP = 2, BIND_DEVICES = 4, BIND_NOEXEC = 8,
@@ -22,6 +25,7 @@ enum {
     BIND_MAKE = 32,      /* make a missing target, with its parents */
     BIND_INSIDE = 64,    /* the source is a path inside, not on the host */
     BIND_FLAT = 128,     /* without the mounts below the source */
+    BIND_MOVE = 256,     /* the mount itself and all below it, as they are; no other flag counts */
 };
 
 struct step {

@@ -1,4 +1,5 @@
-#include "netns.h"
+#include "embryo.h"
+#include "janitor.h"
 #include "server.h"
 #include "steps.h"
 #include "sys.h"
@@ -14,11 +15,12 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
-enum state { FREE, STARTING, RUNNING, FAILED, HELPER };
+enum state { FREE, STARTING, RUNNING, FAILED, HELPER, EMBRYO };
 
 struct child {
     enum state state;
     int pid, pidfd, pipe;
+    int socket;             /* EMBRYO: where its plan is sent to */
     uint32_t id;
     int keep;
     uint64_t birth;
@@ -34,7 +36,7 @@ struct cached {
     uint8_t maps[4 * sizeof(struct id_map)];
 };
 
-enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS, TAG_NETNS };
+enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS, READY_MAX = 64 };
 
 static struct child children[CHILDREN_MAX];
 static unsigned highest; /* one past the highest slot in use */
@@ -42,6 +44,12 @@ static struct slot *slots;
 static struct cached cache[CACHED_MAX];
 static unsigned cache_next;
 static int node = -1, events = -1;
+
+/* The prelude, and how many children that have done it are to be kept. */
+static struct plan prelude;
+static uint8_t prelude_data[PLAN_MAX];
+static uint64_t prelude_flags;
+static unsigned wanted, waiting;
 
 static void answer(const struct reply *reply, int descriptor)
 {
@@ -97,7 +105,7 @@ static struct child *reserve(void)
         if (children[i].state == FREE) {
             memset(&children[i], 0, sizeof children[i]);
             memset(&slots[i], 0, sizeof slots[i]);
-            children[i].pidfd = children[i].pipe = -1;
+            children[i].pidfd = children[i].pipe = children[i].socket = -1;
             if (i >= highest)
                 highest = i + 1;
             return &children[i];
@@ -219,101 +227,156 @@ static int write_maps(unsigned index, const struct step *maps)
     return error;
 }
 
-static _Noreturn void child_main(const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns,
-                                 int netns)
+static _Noreturn void child_main(const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns)
 {
     static struct run run;
-    run_begin(&run, plan, descriptors, slot, alive, userns, netns);
-    slot->error = run_steps(&run);
+    run_begin(&run, plan, descriptors, slot, alive, userns);
+    run.prelude = prelude.count ? &prelude : NULL;
+    slot->error = run_steps(&run, 0);
     if (!slot->error)
         slot->error = ENOEXEC; /* a plan without an exec */
     _exit(127);
 }
 
-static void spawn(uint32_t id, const struct plan *plan, const int *descriptors)
+/* What the launcher itself has to know of a plan. */
+struct order {
+    const struct step *maps;
+    uint64_t flags, cgroup;
+    int userns, prelude, keep;
+    const char *exit_file;
+};
+
+static int read_order(const struct plan *plan, const int *descriptors, struct order *order, unsigned *failing)
 {
-    const struct step *maps = NULL;
-    int ends[2] = {-1, -1}, userns = -1, netns = -1, error = 0;
-    unsigned failing = 0;
-    struct rf_clone_args args = {.flags = CLONE_PIDFD, .exit_signal = SIGCHLD};
+    *order = (struct order){.userns = -1};
+    for (unsigned i = 0; i < plan->count; i++) {
+        const struct step *step = &plan->steps[i];
+        *failing = i;
+        switch (step->op) {
+        case OP_CLONE: order->flags |= step->number[0]; break;
+        case OP_PRELUDE: order->prelude = 1; break;
+        case OP_KEEP: order->keep = 1; break;
+        case OP_EXIT_FILE: order->exit_file = step->text[0]; break;
+        case OP_MAPS: order->maps = step; break;
+        case OP_USERNS:
+            order->userns = cached_userns(step);
+            if (order->userns < 0)
+                return -order->userns;
+            break;
+        case OP_INTO_CGROUP:
+            order->flags |= 0x200000000ULL; /* CLONE_INTO_CGROUP */
+            order->cgroup = (uint64_t)descriptors[step->number[0]];
+            break;
+        default: break;
+        }
+    }
+    if (order->prelude)
+        order->flags |= prelude_flags;
+    return 0;
+}
+
+/* Clones a child and its pipe; in the child returns 0 with `*alive` open, in the launcher the pid or -errno. */
+static int make_child(struct child *child, uint64_t flags, uint64_t cgroup, int *alive)
+{
+    struct rf_clone_args args = {.flags = flags | CLONE_PIDFD, .exit_signal = SIGCHLD, .cgroup = cgroup,
+                                 .pidfd = (uint64_t)(uintptr_t)&child->pidfd};
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC))
+        return -errno;
+    int pid = (int)syscall(SYS_clone3, &args, sizeof args);
+    if (!pid) {
+        close(ends[0]);
+        *alive = ends[1];
+        return 0;
+    }
+    int error = errno;
+    close(ends[1]);
+    if (pid < 0) {
+        close(ends[0]);
+        child->pidfd = -1;
+        return -error;
+    }
+    child->pid = pid;
+    child->pipe = ends[0];
+    return pid;
+}
+
+/* One more child made ahead. Without one a start takes longer, and nothing else: errors only end the making. */
+static void make_embryo(void)
+{
     struct child *child = reserve();
-    if (!child) {
-        answer_failure(id, 0, OP_CLONE, EAGAIN);
+    int ends[2], alive = -1;
+    if (!child || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends)) {
+        wanted = 0;
         return;
+    }
+    int pid = make_child(child, prelude_flags, 0, &alive);
+    if (!pid)
+        embryo_main(&prelude, ends[1], &slots[child - children], alive);
+    close(ends[1]);
+    if (pid < 0) {
+        close(ends[0]);
+        release(child);
+        wanted = 0;
+        return;
+    }
+    child->socket = ends[0];
+    child->state = EMBRYO;
+    child->birth = birth_of(pid);
+    waiting++;
+}
+
+static struct child *take_embryo(const struct order *order, const int *descriptors, unsigned count, const uint8_t *data, size_t size)
+{
+    if (!order->prelude || order->flags != prelude_flags || order->maps || !waiting)
+        return NULL;
+    for (unsigned i = 0; i < highest; i++) {
+        struct child *child = &children[i];
+        if (child->state != EMBRYO || slots[i].error)
+            continue;
+        if (embryo_send(child->socket, data, size, descriptors, count, order->userns))
+            continue;
+        waiting--;
+        close(child->socket);
+        child->socket = -1;
+        return child;
+    }
+    return NULL;
+}
+
+static void spawn(uint32_t id, const struct plan *plan, const int *descriptors, unsigned count, const uint8_t *data, size_t size)
+{
+    struct order order;
+    unsigned failing = 0;
+    int alive = -1, error = read_order(plan, descriptors, &order, &failing);
+    if (error) {
+        answer_failure(id, failing, plan->steps[failing].op, error);
+        return;
+    }
+    struct child *child = take_embryo(&order, descriptors, count, data, size);
+    if (!child) {
+        int pid = (child = reserve()) ? make_child(child, order.flags, order.cgroup, &alive) : -EAGAIN;
+        if (pid < 0) {
+            answer_failure(id, 0, OP_CLONE, -pid);
+            if (child)
+                release(child);
+            return;
+        }
+        if (!pid)
+            child_main(plan, descriptors, &slots[child - children], alive, order.userns);
+        child->birth = birth_of(pid);
     }
     unsigned index = (unsigned)(child - children);
     child->id = id;
-    for (unsigned i = 0; i < plan->count && !error; i++) {
-        const struct step *step = &plan->steps[i];
-        failing = i;
-        switch (step->op) {
-        case OP_CLONE:
-            args.flags |= step->number[0];
-            break;
-        case OP_KEEP:
-            child->keep = 1;
-            break;
-        case OP_EXIT_FILE:
-            free(child->exit_file);
-            child->exit_file = strdup(step->text[0]);
-            error = child->exit_file ? 0 : ENOMEM;
-            break;
-        case OP_USERNS:
-            userns = cached_userns(step);
-            error = userns < 0 ? -userns : 0;
-            break;
-        case OP_MAPS:
-            maps = step;
-            break;
-        case OP_NETNS:
-            if (netns < 0 && (netns = netns_take()) < 0)
-                args.flags |= CLONE_NEWNET;
-            break;
-        case OP_INTO_CGROUP:
-            args.flags |= 0x200000000ULL; /* CLONE_INTO_CGROUP */
-            args.cgroup = (uint64_t)descriptors[step->number[0]];
-            break;
-        default:
-            break;
-        }
-    }
-    if (error) {
-        if (netns >= 0)
-            close(netns);
-        answer_failure(id, failing, plan->steps[failing].op, error);
-        release(child);
-        return;
-    }
-    args.pidfd = (uint64_t)(uintptr_t)&child->pidfd;
-    if (pipe2(ends, O_CLOEXEC))
-        error = errno;
-    else if ((child->pid = (int)syscall(SYS_clone3, &args, sizeof args)) < 0)
-        error = errno;
-    if (netns >= 0 && child->pid) /* the child has its own copy */
-        close(netns);
-    if (error) {
-        answer_failure(id, 0, OP_CLONE, error);
-        child->pidfd = -1;
-        if (ends[0] >= 0) {
-            close(ends[0]);
-            close(ends[1]);
-        }
-        release(child);
-        return;
-    }
-    if (!child->pid) {
-        close(ends[0]);
-        child_main(plan, descriptors, &slots[index], ends[1], userns, netns);
-    }
-    close(ends[1]);
-    child->pipe = ends[0];
+    child->keep = order.keep;
     child->state = STARTING;
-    error = maps ? write_maps(index, maps) : 0;
+    /* Without memory for the path there is no record, which the node takes for "unknown". */
+    child->exit_file = order.exit_file ? strdup(order.exit_file) : NULL;
+    error = order.maps ? write_maps(index, order.maps) : 0;
     if (!error)
         error = watch(child->pipe, index);
-    child->birth = birth_of(child->pid);
     if (error) {
-        answer_failure(id, 0, maps ? OP_MAPS : OP_CLONE, error);
+        answer_failure(id, 0, order.maps ? OP_MAPS : OP_CLONE, error);
         child->state = FAILED;
         kill(child->pid, SIGKILL);
     }
@@ -332,15 +395,19 @@ static void settle(unsigned index)
         answer(&reply, child->pidfd);
     } else {
         /* Its op is not kept: the node has the plan and finds it by its index. Killed half-way: ECHILD. */
-        struct reply reply = {.kind = REPLY_FAILED, .id = child->id, .index = slot->step,
-                              .error = slot->error ? slot->error : ECHILD};
+        int error = slot->error ? slot->error : ECHILD;
+        unsigned step = slot->step & ~(unsigned)STEP_OF_PRELUDE;
         child->state = FAILED;
-        answer(&reply, -1);
+        if (slot->step & STEP_OF_PRELUDE && step < prelude.count) {
+            answer_failure(child->id, 0, prelude.steps[step].op, error);
+        } else {
+            struct reply reply = {.kind = REPLY_FAILED, .id = child->id, .index = step, .error = error};
+            answer(&reply, -1);
+        }
     }
     if (child->pidfd >= 0)
         close(child->pidfd);
     child->pidfd = -1;
-    netns_refill();
 }
 
 static void helper_ended(const struct child *helper, int status)
@@ -393,6 +460,11 @@ static void reap(void)
             record_exit(child->exit_file, code);
         }
         waitpid(info.si_pid, &status, 0);
+        if (child->state == EMBRYO) {
+            waiting--;
+            if (slots[index].error)
+                wanted = 0; /* the prelude can't be done here: whoever asks for it hears why */
+        }
         if (child->state == HELPER)
             helper_ended(child, status);
         if (child->state == RUNNING) {
@@ -407,11 +479,8 @@ static void initialise(uint32_t id, const struct plan *plan, const int *descript
 {
     static struct run run;
     struct slot slot = {0};
-    run_begin(&run, plan, descriptors, &slot, -1, -1, -1);
-    int error = run_steps(&run), pool = -1;
-    for (unsigned i = 0; i < plan->count && !error; i++)
-        if (plan->steps[i].op == OP_NETNS_POOL && (pool = netns_start((unsigned)plan->steps[i].number[0])) >= 0)
-            error = watch(pool, TAG_NETNS);
+    run_begin(&run, plan, descriptors, &slot, -1, -1);
+    int error = run_steps(&run, 0);
     if (run.host_root >= 0)
         close(run.host_root);
     if (error) {
@@ -422,12 +491,40 @@ static void initialise(uint32_t id, const struct plan *plan, const int *descript
     answer(&reply, -1);
 }
 
+/* Keeps a copy of the plan: children run it ahead, or as their PRELUDE. */
+static void keep_prelude(uint32_t id, const uint8_t *data, size_t size)
+{
+    struct reply reply = {.kind = REPLY_STARTED, .id = id, .pid = getpid()};
+    if (prelude.count) { /* children made after another one may be waiting */
+        answer_failure(id, 0, 0, EBUSY);
+        return;
+    }
+    memcpy(prelude_data, data, size);
+    int error = plan_parse(prelude_data, size, 0, &prelude);
+    if (error) {
+        prelude.count = 0;
+        answer_failure(id, 0, 0, error);
+        return;
+    }
+    janitor_start();
+    for (unsigned i = 0; i < prelude.count; i++) {
+        const struct step *step = &prelude.steps[i];
+        if (step->op == OP_CLONE)
+            prelude_flags |= step->number[0];
+        if (step->op == OP_READY)
+            wanted = step->number[0] < READY_MAX ? (unsigned)step->number[0] : READY_MAX;
+    }
+    answer(&reply, -1);
+}
+
 static void node_gone(void)
 {
     close(node);
     node = -1;
+    wanted = 0;
     for (unsigned i = 0; i < highest; i++)
-        if ((children[i].state == RUNNING && !children[i].keep) || children[i].state == STARTING)
+        if ((children[i].state == RUNNING && !children[i].keep) || children[i].state == STARTING ||
+            children[i].state == EMBRYO)
             kill(children[i].pid, SIGKILL);
 }
 
@@ -469,7 +566,9 @@ static void receive(void)
         else if (request.kind == REQUEST_INIT)
             initialise(request.id, &plan, descriptors);
         else if (request.kind == REQUEST_SPAWN)
-            spawn(request.id, &plan, descriptors);
+            spawn(request.id, &plan, descriptors, count, data + sizeof request, (size_t)size - sizeof request);
+        else if (request.kind == REQUEST_PRELUDE)
+            keep_prelude(request.id, data + sizeof request, (size_t)size - sizeof request);
         else
             answer_failure(request.id, 0, 0, ENOSYS);
     }
@@ -503,17 +602,18 @@ int serve(int socket)
         return error;
     while (busy()) {
         struct epoll_event ready[32];
-        int count = epoll_wait(events, ready, 32, -1), ended = 0;
+        /* Children are made ahead only while nobody waits for anything. */
+        int count = epoll_wait(events, ready, 32, waiting < wanted ? 0 : -1), ended = 0;
         if (count < 0 && errno != EINTR)
             return errno;
+        if (!count)
+            make_embryo();
         for (int i = 0; i < count; i++) {
             uint32_t tag = ready[i].data.u32;
             if (tag == TAG_SOCKET && node >= 0)
                 receive();
             else if (tag == TAG_SIGNALS)
                 ended = 1;
-            else if (tag == TAG_NETNS)
-                netns_receive();
             else if (tag < CHILDREN_MAX && children[tag].state == STARTING && children[tag].pipe >= 0)
                 settle(tag);
         }

@@ -10,7 +10,8 @@ enum { MESSAGE_MAGIC = 0x314c4652 /* "RFL1" */, CHILDREN_MAX = 4096 };
 struct request {
     uint32_t magic, kind, id, reserved;
 };
-enum { REQUEST_INIT = 1 /* the launcher runs the plan itself */, REQUEST_SPAWN = 2 };
+enum { REQUEST_INIT = 1 /* the launcher runs the plan itself */, REQUEST_SPAWN = 2,
+       REQUEST_PRELUDE = 3 /* a plan without descriptors that later plans begin with */ };
 
 /* To the node. STARTED carries the child's pidfd. */
 struct reply {

@@ -1,3 +1,4 @@
+#include "janitor.h"
 #include "steps.h"
 #include "sys.h"
 
@@ -103,6 +104,11 @@ static int do_bind(struct run *run, const struct step *step)
     int from = flags & BIND_INSIDE ? open(source, O_PATH | O_CLOEXEC) : open_host(run, source);
     if (from < 0)
         return errno == ENOENT && flags & BIND_OPTIONAL ? 0 : errno;
+    if (flags & BIND_MOVE) {
+        int moved = rf_move_mount(from, target) ? errno : 0;
+        close(from);
+        return moved;
+    }
     int tree = rf_open_tree(from, "", clone | RF_AT_EMPTY);
     int error = tree < 0 || fstat(from, &found) ? errno : 0;
     close(from);
@@ -198,7 +204,7 @@ static int do_loop(const struct step *step)
     return error;
 }
 
-int netns_loopback(void)
+static int do_loopback(void)
 {
     struct ifreq request = {.ifr_name = "lo"};
     int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -231,13 +237,26 @@ static int do_pivot(struct run *run, const char *path)
     return 0;
 }
 
-static int do_detach(struct run *run)
+static int detach_now(struct run *run)
 {
-    if (run->host_root < 0)
-        return EBADF;
     TRY(fchdir(run->host_root));
     TRY(umount2(".", MNT_DETACH));
     TRY(chdir("/"));
+    return 0;
+}
+
+/* Whatever the janitor does or fails to do: when this returns 0, the host's root is gone. */
+static int do_detach(struct run *run)
+{
+    int error = 0;
+    if (run->host_root < 0)
+        return EBADF;
+    if (run->detaching)
+        error = janitor_await(run->host_root);
+    if (!run->detaching || error == EBUSY)
+        error = detach_now(run);
+    if (error)
+        return error;
     close(run->host_root);
     run->host_root = -1;
     return 0;
@@ -455,6 +474,23 @@ static int await_maps(struct run *run)
     return 0;
 }
 
+static int do_prelude(struct run *run)
+{
+    const struct plan *plan = run->plan;
+    unsigned step = run->slot->step;
+    if (run->prelude_done)
+        return 0;
+    if (!run->prelude)
+        return ENODATA;
+    run->plan = run->prelude;
+    run->prelude_done = 1;
+    int error = run_steps(run, STEP_OF_PRELUDE);
+    run->plan = plan;
+    if (!error)
+        run->slot->step = step;
+    return error;
+}
+
 static int do_step(struct run *run, const struct step *step)
 {
     const uint64_t *n = step->number;
@@ -463,21 +499,20 @@ static int do_step(struct run *run, const struct step *step)
     switch ((enum op)step->op) {
     case OP_MAPS: return await_maps(run);
     case OP_CLONE: case OP_KEEP: case OP_EXIT_FILE: case OP_USERNS: case OP_INTO_CGROUP:
-    case OP_NETNS_POOL: return 0;
+    case OP_READY: return 0;
     case OP_CGROUP_JOIN: TRY(write(run->descriptors[n[0]], "0", 1)); return 0;
     case OP_UNSHARE: TRY(unshare((int)n[0])); return 0;
     case OP_HOSTNAME: TRY(sethostname(t[0], strlen(t[0]))); return 0;
-    case OP_LOOPBACK: return netns_loopback();
-    case OP_NETNS:
-        if (run->netns < 0)
-            return netns_loopback();
-        TRY(setns(run->netns, CLONE_NEWNET));
-        return 0;
+    case OP_LOOPBACK: return do_loopback();
+    case OP_PRELUDE: return do_prelude(run);
     case OP_MOUNT: TRY(mount(t[0], t[1], t[2], n[0], t[3])); return 0;
     case OP_BIND: return do_bind(run, step);
     case OP_LOOP: return do_loop(step);
     case OP_PIVOT: return do_pivot(run, t[0]);
     case OP_DETACH: return do_detach(run);
+    case OP_DETACH_BEGIN:
+        run->detaching = run->host_root >= 0 && !janitor_detach(run->host_root);
+        return 0;
     case OP_MKDIR: return do_mkdir(step);
     case OP_SYMLINK: return symlink(t[0], t[1]) && errno != EEXIST ? errno : 0;
     case OP_MKNOD: TRY(mknod(t[0], (mode_t)n[0], makedev((unsigned)n[1], (unsigned)n[2]))); return 0;
@@ -509,8 +544,7 @@ static int do_step(struct run *run, const struct step *step)
     return ENOSYS;
 }
 
-void run_begin(struct run *run, const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns,
-               int netns)
+void run_begin(struct run *run, const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns)
 {
     memset(run, 0, sizeof *run);
     run->plan = plan;
@@ -518,15 +552,14 @@ void run_begin(struct run *run, const struct plan *plan, const int *descriptors,
     run->slot = slot;
     run->alive = alive;
     run->userns = userns;
-    run->netns = netns;
     run->host_root = run->ruleset = -1;
     run->owner_uid = run->owner_gid = UINT32_MAX;
 }
 
-int run_steps(struct run *run)
+int run_steps(struct run *run, unsigned mark)
 {
     for (unsigned i = 0; i < run->plan->count; i++) {
-        run->slot->step = i;
+        run->slot->step = i | mark;
         int error = do_step(run, &run->plan->steps[i]);
         if (error)
             return error;

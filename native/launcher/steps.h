@@ -24,7 +24,8 @@ struct run {
     struct slot *slot;
     int alive;              /* write end of the pipe to the launcher: POLLERR when the launcher is gone */
     int userns;             /* made by USERNS, or -1 */
-    int netns;              /* made ahead, or -1: then the child was cloned into a new one */
+    const struct plan *prelude; /* for PRELUDE, unless it is done */
+    int prelude_done, detaching;
     int host_root;          /* the host's / while BIND needs it, or -1 */
     int ruleset;            /* Landlock's, or -1 */
     uint32_t owner_uid, owner_gid;
@@ -35,13 +36,10 @@ struct run {
     unsigned argc, envc;
 };
 
-void run_begin(struct run *run, const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns, int netns);
+void run_begin(struct run *run, const struct plan *plan, const int *descriptors, struct slot *slot, int alive, int userns);
 
-/* 0 when every step is done and none was an exec; else the errno of slot->step. */
-int run_steps(struct run *run);
-
-/* Brings the loopback interface of the current network namespace up; 0 or errno. */
-int netns_loopback(void);
+/* 0 when every step is done and none was an exec; else the errno of slot->step (its index, plus `mark`). */
+int run_steps(struct run *run, unsigned mark);
 
 /* Makes a user namespace with these maps, no nested ones allowed; a descriptor, or -errno. */
 int userns_make(const struct step *maps);

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -89,8 +90,9 @@ class BubblewrapRuntime(LaunchedRuntime):
     async def start(self, spec: StartSpec) -> Handle:
         """See the contract."""
         self._check(spec)
-        opened: list[int] = []
         child: Child | None = None
+        judged = _judged(spec)
+        opened: list[int] = list(judged.values())
         try:
             listener = sockets.listener(spec.folder)
         except OSError as error:
@@ -104,19 +106,21 @@ class BubblewrapRuntime(LaunchedRuntime):
             child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
             listener.close()
             for descriptor in opened:
-                if descriptor not in (info, words):
+                if descriptor not in (info, words, *judged.values()):
                     os.close(descriptor)
-            opened[:] = [info, words]
+            opened[:] = [info, words, *judged.values()]
             async with asyncio.timeout(START_TIMEOUT):
                 agent = await _child_pid(info)
                 handle = self.handle(spec, child, agent, _data(spec, child))
                 await self._answer(handle, child, words)
+            _compare(handle, judged)
             return handle
         except BaseException as error:
             if child is not None:
                 await self._undo(child)
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(spec.folder, sockets.NAME))
+            for name in (sockets.NAME, EXIT_FILE):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(spec.folder, name))
             if isinstance(error, TimeoutError):
                 raise StartFailed("the agent behind bwrap does not answer", step="agent") from None
             raise
@@ -156,6 +160,9 @@ class BubblewrapRuntime(LaunchedRuntime):
             raise Unsupported(
                 "no open network here", hint="use network mode none or egress", capability="network"
             )
+        for lower in spec.root.lowers:
+            if not os.path.isdir(lower):
+                raise StartFailed(f"no layer {lower}", step="lower", errno=str(errno.ENOENT))
         if spec.root.disk.kind != "tmpfs":
             raise Unsupported(
                 "bubblewrap's disk is memory",
@@ -307,6 +314,57 @@ def _entries(lowers: tuple[str, ...], path: str) -> Iterator[str]:
             yield from ("--perms", "0755", "--dir", target)
         else:
             yield from ("--ro-bind", source, target)
+
+
+def _judged(spec: StartSpec) -> dict[str, int]:
+    """The source of every bind that nothing covers later, by target: open, and reached through no symlink.
+
+    bwrap takes a path and follows links: a folder that somebody turns into one meanwhile is found out by
+    comparing what is shown with what was open before.
+    """
+    opened: dict[str, int] = {}
+    try:
+        for bind in spec.root.binds:
+            opened = {target: fd for target, fd in opened.items() if not _covers(bind.target, target, fd)}
+            opened[bind.target] = _open_real(bind.source)
+    except OSError as error:
+        for descriptor in opened.values():
+            os.close(descriptor)
+        raise StartFailed(
+            f"can't bind {bind.source}: {error.strerror}", step="bind", errno=str(error.errno)
+        ) from error
+    return opened
+
+
+def _covers(path: str, target: str, descriptor: int) -> bool:
+    covered = target == path or target.startswith(path + "/")
+    if covered:
+        os.close(descriptor)
+    return covered
+
+
+def _open_real(path: str) -> int:
+    here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    for part in path.strip("/").split("/"):
+        try:
+            below = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+        finally:
+            os.close(here)
+        here = below
+        if stat.S_ISLNK(os.fstat(here).st_mode):
+            os.close(here)
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    return here
+
+
+def _compare(handle: Handle, judged: dict[str, int]) -> None:
+    for target, descriptor in judged.items():
+        try:
+            same = os.path.samestat(os.stat(f"/proc/{handle.pid}/root{target}"), os.fstat(descriptor))
+        except OSError:
+            same = False
+        if not same:
+            raise StartFailed(f"{target} does not show what was to be bound there", step="bind")
 
 
 def _data(spec: StartSpec, child: Child) -> dict[str, object]:

@@ -9,7 +9,16 @@ from ringfence import _native
 from ringfence.model.errors import HostLimit
 from ringfence.runtimes.launching.launcher import Launcher
 from ringfence.runtimes.launching.plan import (
+    BIND_DEVICES,
+    BIND_NOEXEC,
+    BIND_READONLY,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
     CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWTIME,
+    CLONE_NEWUTS,
+    MS_NODEV,
     MS_NOEXEC,
     MS_NOSUID,
     MS_REC,
@@ -17,6 +26,7 @@ from ringfence.runtimes.launching.plan import (
     NOBODY,
     Plan,
 )
+from ringfence.runtimes.launching.steps import MASKED, READ_ONLY
 
 STAGE = "/sys"  # exists everywhere, and nothing of it is ever shown inside: a place to mount on
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
@@ -28,7 +38,9 @@ DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
 }
 _SYS_ADMIN, _SETGID, _SETUID = 21, 6, 7
-NETNS_READY = 4  # network namespaces made ahead: each start takes one, and each is used once
+CHILDREN_READY = 4  # made ahead, each for one wall
+TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
+DEVPTS = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
 _MFD_EXEC = 0x10
 _SEALS = 0xF  # F_SEAL_SEAL, SHRINK, GROW, WRITE
 _ADD_SEALS = 1033
@@ -72,7 +84,6 @@ def init_plan() -> Plan:
     """What the launcher of a root node does first: a nearly empty mount namespace of its own, and a folder
     of device nodes that every sandbox is shown read-only (one mount instead of seven)."""
     plan = Plan()
-    plan.add("NETNS_POOL", NETNS_READY)
     plan.add("UNSHARE", CLONE_NEWNS)
     # Slave: what the host mounts later appears here too, and nothing from here appears there.
     plan.add("MOUNT", "none", "/", "none", MS_REC | MS_SLAVE, "")
@@ -88,6 +99,29 @@ def init_plan() -> Plan:
         plan.add("SYMLINK", target, f"{STAGE}/dev/{name}")
     for name in ("pts", "shm"):
         plan.add("MKDIR", f"{STAGE}/dev/{name}", 0o755, NOBODY, NOBODY)
+    for name in ("proc", "devices"):
+        plan.add("MKDIR", f"{STAGE}/{name}", 0o700, NOBODY, NOBODY)
+    return plan
+
+
+def prelude_plan() -> Plan:
+    """What every wall of a root node begins with, whatever it is for: the launcher does it ahead.
+
+    Namespaces (the network's takes most of a millisecond), a masked /proc of the new pid namespace and
+    a /dev with terminals of its own; the wall's plan moves both into its root.
+    """
+    plan = Plan()
+    plan.add("READY", CHILDREN_READY)
+    plan.add("CLONE", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWTIME)
+    plan.add("UNSHARE", CLONE_NEWNET)
+    plan.add("LOOPBACK")
+    plan.add("MOUNT", "proc", f"{STAGE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
+    for path in MASKED:
+        plan.add("MASK", STAGE + path)
+    for path in READ_ONLY:
+        plan.add("READONLY", STAGE + path)
+    plan.add("BIND", f"{STAGE}/dev", f"{STAGE}/devices", BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
+    plan.add("MOUNT", "devpts", f"{STAGE}/devices/pts", "devpts", MS_NOSUID | MS_NOEXEC, DEVPTS)
     return plan
 
 
@@ -141,7 +175,7 @@ class RuntimeContext:
         """
         as_root = privileged() if root is None else root
         agent = _native.agent()
-        launcher = await Launcher.start(init_plan() if as_root else None)
+        launcher = await (Launcher.start(init_plan(), prelude_plan()) if as_root else Launcher.start())
         return cls(launcher, agent, as_root)
 
     def agent_fd(self) -> int:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ringfence.model.errors import HostLimit, InvalidRequest, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
-from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE
+from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, DEVPTS, STAGE
 from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, RootFs, StartSpec
 from ringfence.runtimes.launching import freezing, sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
@@ -27,6 +27,7 @@ from ringfence.runtimes.launching.plan import (
     BIND_IDMAP,
     BIND_INSIDE,
     BIND_MAKE,
+    BIND_MOVE,
     BIND_NOEXEC,
     BIND_READONLY,
     CLONE_NEWCGROUP,
@@ -48,12 +49,13 @@ from ringfence.runtimes.launching.plan import (
 )
 from ringfence.runtimes.launching.steps import MASKED, READ_ONLY, add_cgroups, add_limits
 
-_NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWTIME
+_NAMESPACES = (
+    CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWTIME | CLONE_NEWNET
+)
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
 SECRETS_SIZE = 1 << 20
-TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
 _LISTEN_FD = 3
 
 
@@ -160,11 +162,11 @@ class JailRuntime(LaunchedRuntime):
         root, identity = self.context.root, spec.identity
         plan = Plan()
         if root:
-            plan.add("CLONE", _NAMESPACES)
             plan.add("USERNS", _maps(identity))
+            plan.add("PRELUDE")
         else:
-            # Its network namespace must belong to its user namespace: not one made ahead.
-            plan.add("CLONE", _NAMESPACES | CLONE_NEWUSER | CLONE_NEWNET)
+            # All of them belong to the new user namespace, so nothing of it can be made ahead.
+            plan.add("CLONE", _NAMESPACES)
             plan.add("MAPS", MAPS_HELPER if identity.helper else MAPS_DENY_SETGROUPS, _maps(identity))
         if not spec.ephemeral:
             plan.add("KEEP")
@@ -175,7 +177,8 @@ class JailRuntime(LaunchedRuntime):
             plan.add("FD", plan.fd(descriptor), _LISTEN_FD + 1 + index)
         plan.add("UNSHARE", CLONE_NEWCGROUP)
         plan.add("HOSTNAME", spec.hostname)
-        plan.add("NETNS")
+        if not root:
+            plan.add("LOOPBACK")
         plan.extend(_root(root, spec.root, identity, spec.memory))
         add_limits(plan, spec)
         if root:
@@ -242,8 +245,15 @@ def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
         plan.add("OWNER", *first)
     for bind in files.binds:
         plan.add("BIND", bind.source, bind.target, _bind_flags(bind))
-    plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
-    plan.extend(_devices(root))
+    if root:
+        plan.add("BIND", f"{STAGE}/proc", "/proc", BIND_MOVE)
+        plan.add("BIND", f"{STAGE}/devices", "/dev", BIND_MOVE)
+    else:
+        plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
+        plan.extend(_devices())
+    plan.add("BIND", stage, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
+    if root:
+        plan.add("DETACH_BEGIN")
     shm = max(SHM_SMALLEST, memory // 2)
     owner = (
         f",uid={identity.host_uid(identity.agent_uid)},gid={identity.host_uid(identity.agent_uid)}"
@@ -252,8 +262,8 @@ def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
     )
     plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
     plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, f"size={SECRETS_SIZE},mode=0755{owner}")
-    plan.extend(_proc_covers(root))
-    plan.add("BIND", stage, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
+    if not root:
+        plan.extend(_proc_covers())
     if files.readonly:
         for path in files.read_write:
             plan.add("BIND", path, path, BIND_INSIDE)
@@ -264,31 +274,25 @@ def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
     return plan
 
 
-@lru_cache(maxsize=2)
-def _devices(root: bool) -> Plan:
+@lru_cache(maxsize=1)
+def _devices() -> Plan:
     plan = Plan()
-    if root:
-        plan.add("BIND", f"{STAGE}/dev", "/dev", BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
-    else:
-        plan.add("MOUNT", "dev", "/dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=0755")
-        for name in DEVICES:
-            plan.add("BIND", f"/dev/{name}", f"/dev/{name}", BIND_DEVICES | BIND_NOEXEC | BIND_MAKE)
-        for name, target in DEVICE_LINKS.items():
-            plan.add("SYMLINK", target, f"/dev/{name}")
-        for name in ("pts", "shm"):
-            plan.add("MKDIR", f"/dev/{name}", 0o755, NOBODY, NOBODY)
-        plan.add("REMOUNT", "/dev", ATTR_RDONLY)
-    plan.add(
-        "MOUNT", "devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC,
-        f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}",
-    )  # fmt: skip
+    plan.add("MOUNT", "dev", "/dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=0755")
+    for name in DEVICES:
+        plan.add("BIND", f"/dev/{name}", f"/dev/{name}", BIND_DEVICES | BIND_NOEXEC | BIND_MAKE)
+    for name, target in DEVICE_LINKS.items():
+        plan.add("SYMLINK", target, f"/dev/{name}")
+    for name in ("pts", "shm"):
+        plan.add("MKDIR", f"/dev/{name}", 0o755, NOBODY, NOBODY)
+    plan.add("REMOUNT", "/dev", ATTR_RDONLY)
+    plan.add("MOUNT", "devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, DEVPTS)
     return plan
 
 
-@lru_cache(maxsize=2)
-def _proc_covers(root: bool) -> Plan:
+@lru_cache(maxsize=1)
+def _proc_covers() -> Plan:
     plan = Plan()
-    if not root and os.path.exists("/proc/sys/user/max_user_namespaces"):
+    if os.path.exists("/proc/sys/user/max_user_namespaces"):
         plan.add("WRITE", "/proc/sys/user/max_user_namespaces", "0")  # as root USERNS does it
     for path in MASKED:
         if os.path.lexists(path):

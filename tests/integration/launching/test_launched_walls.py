@@ -15,7 +15,7 @@ from wall_bench import Bench, bench
 
 from ringfence.model.errors import HostLimit, LinkLost, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
-from ringfence.runtimes.context import privileged
+from ringfence.runtimes.context import CHILDREN_READY, privileged
 from ringfence.runtimes.contract import Bind, Disk, Exit, Health
 
 needs_root = pytest.mark.skipif(not privileged(), reason="only root can do this")
@@ -278,15 +278,22 @@ async def test_links_are_independent(any_bench: Bench) -> None:
     assert results == [(0, f"{n}\n") for n in range(8)]
 
 
-def open_files(made: Bench) -> int:
-    """Of the launcher, but for the namespaces that it keeps ready."""
-    folder = Path(f"/proc/{made.context.launcher.pid}/fd")
-    kinds = [os.readlink(each) for each in folder.iterdir()]
-    return len([kind for kind in kinds if not kind.startswith(("net:", "user:"))])
+async def open_files(made: Bench, expected: int | None = None) -> int:
+    """Of the launcher, once it has made its children ahead; waits a while for the expected number."""
+    process = Path(f"/proc/{made.context.launcher.pid}")
+    deadline = asyncio.get_running_loop().time() + 10
+    while True:
+        kinds = [os.readlink(each) for each in (process / "fd").iterdir()]
+        count = len([kind for kind in kinds if not kind.startswith("user:")])
+        children = len((process / f"task/{process.name}/children").read_text().split())
+        ready = not made.context.root or children == CHILDREN_READY + 1  # and the janitor
+        if (ready and expected in (None, count)) or asyncio.get_running_loop().time() > deadline:
+            return count
+        await asyncio.sleep(0.005)
 
 
 async def test_a_failing_step_is_named_and_undone(jail: Bench) -> None:
-    before = open_files(jail)
+    before = await open_files(jail)
     for _ in range(5):
         with pytest.raises(StartFailed) as caught:
             await jail.start(binds=(Bind("/does/not/exist", "/data"),))
@@ -295,7 +302,7 @@ async def test_a_failing_step_is_named_and_undone(jail: Bench) -> None:
     assert not (jail.folder / "sb-0" / "guest.sock").exists()
     assert (await jail.run(await jail.start(), "echo still"))[1] == "still\n"
     await jail.runtime.destroy(jail.made[-1])
-    assert open_files(jail) == before
+    assert await open_files(jail, before) == before
 
 
 async def test_bubblewrap_tells_what_bwrap_said() -> None:

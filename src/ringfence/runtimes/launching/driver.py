@@ -83,6 +83,8 @@ class LaunchedRuntime:
         if child is not None:
             status = await asyncio.shield(child.exited)
             if status is not None:
+                if child.pid != handle.pid:  # a monitor may die a moment before what it watches
+                    await self.ref(handle).wait()
                 return _exit_of(handle, status)
         await self.ref(handle).wait()
         return await self._recorded(handle)

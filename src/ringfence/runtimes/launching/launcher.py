@@ -20,7 +20,7 @@ from ringfence.runtimes.launching.processes import readable
 _MAGIC = 0x314C4652
 _REQUEST = struct.Struct("<IIII")
 _REPLY = struct.Struct("<IIiiiIIIQ32s")
-_INIT, _SPAWN = 1, 2
+_INIT, _SPAWN, _PRELUDE = 1, 2, 3
 _STARTED, _FAILED, _EXITED = 1, 2, 3
 
 
@@ -71,8 +71,10 @@ class Launcher:
         self._loop.add_reader(sock.fileno(), self._receive)
 
     @classmethod
-    async def start(cls, init: Plan | None = None) -> Launcher:
+    async def start(cls, init: Plan | None = None, prelude: Plan | None = None) -> Launcher:
         """Start the program and let it execute ``init`` in itself.
+
+        ``prelude`` is what plans with a step PRELUDE begin with; children that have done it are made ahead.
 
         Raises:
             HostLimit: it is not built.
@@ -96,12 +98,13 @@ class Launcher:
             theirs.close()
         ours.setblocking(False)
         launcher = cls(pid, ours)
-        if init is not None:
-            try:
-                await launcher._request(_INIT, init, keep=False)
-            except BaseException:
-                await launcher.close()
-                raise
+        try:
+            for kind, plan in ((_INIT, init), (_PRELUDE, prelude)):
+                if plan is not None:
+                    await launcher._request(kind, plan, keep=False)
+        except BaseException:
+            await launcher.close()
+            raise
         return launcher
 
     async def spawn(

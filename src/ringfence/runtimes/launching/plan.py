@@ -18,7 +18,7 @@ OPS: dict[str, tuple[int, str]] = {
     "USERNS": (4, "b"),
     "MAPS": (5, "ub"),
     "INTO_CGROUP": (6, "f"),
-    "NETNS_POOL": (7, "u"),
+    "READY": (7, "u"),
     "CGROUP_JOIN": (10, "f"),
     "UNSHARE": (11, "u"),
     "HOSTNAME": (12, "s"),
@@ -37,7 +37,7 @@ OPS: dict[str, tuple[int, str]] = {
     "REMOUNT": (25, "su"),
     "UMOUNT": (26, "s"),
     "OWNER": (27, "uu"),
-    "NETNS": (28, ""),
+    "PRELUDE": (28, ""),
     "AWAIT": (29, "f"),
     "USERNS_ENTER": (30, ""),
     "RLIMIT": (31, "uuu"),
@@ -56,6 +56,7 @@ OPS: dict[str, tuple[int, str]] = {
     "ENV": (44, "s"),
     "EXEC": (45, "s"),
     "EXEC_FD": (46, "f"),
+    "DETACH_BEGIN": (47, ""),
 }
 
 MAX_BYTES = 65536
@@ -75,7 +76,7 @@ MS_REC, MS_SLAVE, MS_PRIVATE = 16384, 1 << 19, 1 << 18
 ATTR_RDONLY = 1
 
 BIND_READONLY, BIND_IDMAP, BIND_DEVICES, BIND_NOEXEC = 1, 2, 4, 8
-BIND_OPTIONAL, BIND_MAKE, BIND_INSIDE, BIND_FLAT = 16, 32, 64, 128
+BIND_OPTIONAL, BIND_MAKE, BIND_INSIDE, BIND_FLAT, BIND_MOVE = 16, 32, 64, 128, 256
 
 MAPS_HELPER, MAPS_DENY_SETGROUPS = 1, 2
 
