@@ -26,6 +26,7 @@ SEND_WINDOW = 65_536  # bytes a stream we may send before the guest says more
 _ORDERED_PIECES = 256
 # Pieces can't be joined across a gap. A real agent leaves gaps only when a ring ran over, a ring at a time.
 _MOST_PIECES = 2048
+_PROMPT = 1024  # bytes that we may owe a guest that waits: less than the smallest ring of output has room for
 _MOST_CREDIT = (
     2**40
 )  # an absurd sum of credit is cut here; it grants nothing that the guest can't refuse later
@@ -241,7 +242,12 @@ class Channel:
         incoming = self.incoming[stream]
         incoming.delivered = offset + len(chunk)
         incoming.owed += len(chunk)
-        if incoming.owed >= max(1, incoming.window // 4) and not self.sent_close and not incoming.ended:
+        # Early enough that the guest never waits. And what was consumed to the last byte is said soon: the guest
+        # keeps for us what we have not given back, since we may die and come again.
+        due = incoming.window // 4
+        if not self._pieces:
+            due = min(due, _PROMPT)
+        if incoming.owed >= max(1, due) and not self.sent_close and not incoming.ended:
             incoming.credit += incoming.owed
             self.wire.control(frames.credit_frame(self.number, stream, incoming.owed))
             incoming.owed = 0

@@ -126,7 +126,7 @@ class GuestLink:
             f"start {spec.name}",
             single=spec.detached,
             receives=() if spec.detached else (processes.STDOUT, processes.STDERR),
-            window=processes.check_window(spec.window),
+            window=spec.stream_window,
             sends=spec.stdin or spec.pty,
             gaps=spec.drop,
             on_event=process.on_event,
@@ -174,12 +174,13 @@ class GuestLink:
                 ``processes.FROM_NOW``: only what comes. What was dropped from the ring shows in
                 :attr:`Output.offset` of the first piece.
             output: False for the exit only.
-            window: bytes a stream that may be on their way.
+            window: bytes a stream that may be on their way (default 65,536). More than the command's ring,
+                and a link that is lost may cost what was on its way.
 
         Raises:
             GuestRefused: ENOENT, no such command.
         """
-        window = processes.check_window(window)
+        window = processes.check_window(window, processes.ATTACH_WINDOW)
         process = GuestProcess(number, 0, self.signal)
         streams = (processes.STDOUT, processes.STDERR) if output else ()
         asked = {processes.STDOUT: stdout, processes.STDERR: stderr}

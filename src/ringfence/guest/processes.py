@@ -13,6 +13,7 @@ from ringfence.guest.frames import MAX_OFFSET
 from ringfence.model.errors import GuestRefused, InvalidRequest, ProtocolViolation
 
 STDOUT, STDERR = 1, 2
+ATTACH_WINDOW = 65_536  # the ring of a command that somebody else started may be small
 FROM_NOW = 2**64 - 1  # an offset for attach: only what comes from now on
 SCOPES = {"process": 0, "group": 1, "sandbox": 2}
 MOST_RING = 16 * 1024 * 1024
@@ -30,7 +31,8 @@ class ProcessSpec:
     ``stdin``: keep it open for :meth:`GuestProcess.write` (else it is empty). ``detached``: no output is
     sent here; attach later. ``drop``: with no reader and a full ring the oldest output is dropped, instead
     of the command waiting. ``ring``: bytes kept a stream (4,096 to 16 MiB, default 256 KiB).
-    ``window``: bytes a stream that may be on their way to us. ``as_root``: as the sandbox's own root.
+    ``window``: bytes a stream that may be on their way to us, at most the ring. ``as_root``: as the
+    sandbox's own root.
     """
 
     argv: tuple[str | bytes, ...]
@@ -85,9 +87,18 @@ class ProcessSpec:
             (5, flags),
             (6, size[0]),
             (7, size[1]),
-            (8, check_window(self.window)),
+            (8, self.stream_window),
             (9, self.ring),
         ]
+
+    @property
+    def stream_window(self) -> int:
+        """The window to ask for: never more than the ring, which must hold what is on its way to us.
+
+        Raises:
+            InvalidRequest: an impossible window.
+        """
+        return min(check_window(self.window), self.ring or DEFAULT_WINDOW)
 
     @property
     def name(self) -> str:
@@ -318,14 +329,14 @@ def check_id(number: str) -> str:
     return number
 
 
-def check_window(window: int | None) -> int:
-    """The window of a stream in bytes; the default for ``None``.
+def check_window(window: int | None, default: int = DEFAULT_WINDOW) -> int:
+    """The window of a stream in bytes; ``default`` for ``None``.
 
     Raises:
         InvalidRequest: below 1 or above 16 MiB.
     """
     if window is None:
-        return DEFAULT_WINDOW
+        return default
     if not 1 <= window <= MOST_RING:
         raise InvalidRequest(f"a window of {window} bytes; 1 to {MOST_RING} are possible")
     return window

@@ -422,6 +422,35 @@ async def test_credit_is_returned_only_as_the_consumer_consumes() -> None:
         assert (await anext(process)).offset == 100_000
 
 
+async def test_what_was_consumed_to_the_last_byte_is_said_soon() -> None:
+    """A guest keeps what was not given back; a small ring must not fill with what nobody needs any more."""
+    async with linked() as (link, peer):
+        process, channel = await started(link, peer, ProcessSpec(argv=("yes",)))
+        await peer.send(frames.data_frame(channel, 1, 0, bytes(1023)))
+        assert len((await anext(process)).data) == 1023
+        await peer.send(frames.frame(0, frames.PING, b"too little for a frame of its own"))
+        assert (await peer.receive()).kind == frames.PONG
+        await peer.send(frames.data_frame(channel, 1, 1023, b"x"))
+        await anext(process)
+        assert (await peer.receive()).payload == struct.pack("<BI", 1, 1024)
+
+
+async def test_a_window_is_never_larger_than_the_ring() -> None:
+    async with linked() as (link, peer):
+        for spec, window in (
+            (ProcessSpec(("a",)), 262_144),
+            (ProcessSpec(("a",), ring=4096), 4096),
+            (ProcessSpec(("a",), ring=65_536, window=1_000_000), 65_536),
+            (ProcessSpec(("a",), ring=1_000_000), 262_144),
+            (ProcessSpec(("a",), window=100), 100),
+        ):
+            task = asyncio.create_task(link.start(spec))
+            got = await peer.opened(START)
+            assert got.fields.number(8) == window
+            await peer.send(reply(got.channel, (1, 2)))
+            await task
+
+
 async def test_single_bytes_do_not_cost_more_than_their_credit() -> None:
     async with linked() as (link, peer):
         process, channel = await started(link, peer, ProcessSpec(argv=("yes",)))
