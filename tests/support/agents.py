@@ -46,7 +46,7 @@ class BareAgent:
                 *options,
             ],
             pass_fds=(listening,),
-            env={"PATH": os.environ["PATH"], "HOME": str(self.folder), **(env or {})},
+            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(self.folder), **(env or {})},
         )
         listener.close()
 

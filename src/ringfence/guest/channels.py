@@ -242,7 +242,7 @@ class Channel:
         incoming = self.incoming[stream]
         incoming.delivered = offset + len(chunk)
         incoming.owed += len(chunk)
-        # Early enough that the guest never waits. And what was consumed to the last byte is said soon: the guest
+        # Early enough that the guest never waits. What was consumed to the last byte is said soon: the guest
         # keeps for us what we have not given back, since we may die and come again.
         due = incoming.window // 4
         if not self._pieces:

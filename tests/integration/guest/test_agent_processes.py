@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import Any
@@ -66,8 +67,11 @@ async def test_input_that_nobody_reads_waits_and_ends_with_the_command(link: Gue
     task = asyncio.ensure_future(process.write(b"first\n" + bytes(3_000_000)))
     exit_, out, _ = await finish(process)
     assert out == b"first\n"
-    with pytest.raises(GuestRefused) as caught:
+    # What was under way is refused, or swallowed by an agent that knew of the closed pipe before of the end.
+    with contextlib.suppress(GuestRefused):
         await task
+    with pytest.raises(GuestRefused) as caught:
+        await process.write(b"x")
     assert caught.value.errno == 32
     assert exit_.code == 0
 
