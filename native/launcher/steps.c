@@ -240,9 +240,9 @@ static int do_pivot(struct run *run, const char *path)
 static int detach_now(struct run *run)
 {
     TRY(fchdir(run->host_root));
-    TRY(umount2(".", MNT_DETACH));
-    TRY(chdir("/"));
-    return 0;
+    int error = umount2(".", MNT_DETACH) ? errno : 0;
+    TRY(chdir("/")); /* in any case: nobody may start with a foot in the host's root */
+    return error;
 }
 
 /* Whatever the janitor does or fails to do: when this returns 0, the host's root is gone. */
@@ -255,6 +255,8 @@ static int do_detach(struct run *run)
         error = janitor_await(run->host_root);
     if (!run->detaching || error == EBUSY)
         error = detach_now(run);
+    if (run->detaching && error == EINVAL)
+        error = janitor_await(run->host_root); /* the janitor was faster after all: make sure of it */
     if (error)
         return error;
     close(run->host_root);
