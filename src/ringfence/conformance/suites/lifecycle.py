@@ -112,7 +112,7 @@ class LifecycleSuite(RuntimeSuite):
         stopping = None
         try:
             async for piece in process:
-                seen += piece.data
+                seen += piece.data if piece.stream == 1 else b""
                 if stopping is None:
                     stopping = asyncio.create_task(kit.runtime.stop(sandbox.handle, 10))
         except LinkLost:

@@ -119,7 +119,7 @@ class StreamSuite(RuntimeSuite):
             drops += 1
             await link.close()
             link = await kit.link(sandbox)
-            process = await link.attach("long", stdout=total)
+            process = await link.attach("long", stdout=total, window=65536)
         assert drops == 5
         assert total == size
         assert digest.hexdigest() == errors.decode()
