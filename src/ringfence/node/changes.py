@@ -75,6 +75,10 @@ def of_folders(
         inside = _descend(root, folder)
         if inside is None:
             continue
+        if _is_hosts(inside, folder):
+            walk.cut.append(f"{folder} is the host's own: what changed there is not told")
+            os.close(inside)
+            continue
         below = [_open(lower + folder) for lower in lowers]
         try:
             walk.folder(inside, [f for f in below if f is not None], folder, 0)
@@ -286,6 +290,12 @@ def _open(path: str, parent: int | None = None) -> int | None:
         return os.open(path, _FOLDER, dir_fd=parent)
     except OSError:
         return None
+
+
+def _is_hosts(inside: int, path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(inside), os.stat(path))
+    return False
 
 
 def _descend(root: int, path: str) -> int | None:

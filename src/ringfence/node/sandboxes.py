@@ -18,7 +18,6 @@ from ringfence.model.errors import (
     GuestRefused,
     LinkLost,
     RingfenceError,
-    Unsupported,
     WrongState,
 )
 from ringfence.model.levels import Cause
@@ -196,7 +195,6 @@ class NodeSandbox:
         """Files that were added, modified and deleted. Also after the end, until :meth:`destroy`.
 
         Raises:
-            Unsupported: the runtime has no place to read them from.
             WrongState: the wall has ended and its layer is gone with it.
         """
         return await asyncio.to_thread(self._changes)
@@ -216,11 +214,6 @@ class NodeSandbox:
         try:
             if not ProcessRef(self.handle.pid, self.handle.birth, self.handle.boot_id).alive():
                 raise WrongState(f"the files of {self.id} are gone with its wall")
-            if os.path.samestat(os.fstat(top), os.stat("/")):
-                raise Unsupported(
-                    f"runtime {self.runtime.name} shows the host's own files: changes can't be told apart",
-                    capability="overlay",
-                )
             return changes.of_folders(top, self.root.writable, self.root.lowers)
         finally:
             os.close(top)

@@ -194,6 +194,16 @@ class Node:
                 hint="run as a normal user, or give the container CAP_SYS_ADMIN",
             )
         disks.choose(request.policy.wall.resources, root=self.root)
+        self._creating += 1
+        self._created.clear()
+        try:
+            return await self._create_best(request)
+        finally:
+            self._creating -= 1
+            if not self._creating:
+                self._created.set()
+
+    async def _create_best(self, request: SandboxRequest) -> NodeSandbox:
         context = await self.context()
         rejected: list[Rejected] = []
         failure: RingfenceError | None = None
@@ -219,8 +229,6 @@ class Node:
         self, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected]
     ) -> NodeSandbox:
         made = _Made(request.id or new_id("sb"))
-        self._creating += 1
-        self._created.clear()
         try:
             sandbox = await self._make(made, runtime, request, rejected)
             if self._closed:
@@ -231,10 +239,6 @@ class Node:
             task.add_done_callback(self._background.discard)
             await asyncio.shield(task)
             raise
-        finally:
-            self._creating -= 1
-            if not self._creating:
-                self._created.set()
         self._sandboxes[sandbox.id] = sandbox
         sandbox.watch()
         return sandbox
@@ -247,6 +251,7 @@ class Node:
         made.folder = folder = self.state.take_folder(made.name)
         if self.root:
             made.range = self.ranges.take()
+        self.template.skeleton(process.user)  # making it takes a second, once: not of the sandbox's own time
         started, deadline = time.time(), supervising.now() + policy.door.limits.timeout
         record: dict[str, Any] = {
             "id": made.name,

@@ -14,11 +14,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ringfence.model.levels import Cause
 from ringfence.model.quantities import format_duration, format_size
 from ringfence.model.sandbox import End
+from ringfence.model.values import dataclass
 from ringfence.node.cgroups import Group
 from ringfence.runtimes.contract import Exit, Handle
 from ringfence.runtimes.launching.processes import ProcessRef
