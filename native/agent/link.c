@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 struct link *links;
@@ -28,9 +29,37 @@ static void end_channels(struct link *link)
             channel_ended(link->buckets[i]);
 }
 
+/* One large buffer is kept for the next link that needs it, for as long as there is traffic. */
+#define LARGE (LINK_DATA_HIGH + FRAME_MAX)
+#define SPARE_NS 500000000u
+
+static uint8_t *spare;
+
+static void free_spare(struct timer *timer)
+{
+    (void)timer;
+    free(spare);
+    spare = NULL;
+    madvise(scratch, sizeof scratch, MADV_DONTNEED); /* it was as large, then */
+}
+
+static struct timer spare_timer = {.expired = free_spare};
+
+static uint8_t *take_spare(void)
+{
+    uint8_t *large = spare;
+    spare = NULL;
+    return large != NULL ? large : malloc(LARGE);
+}
+
 static void drop_output(struct link *link)
 {
-    free(link->output);
+    if (link->output_capacity == LARGE && spare == NULL) {
+        spare = link->output;
+        if (spare_timer.due == 0)
+            timer_set(&spare_timer, SPARE_NS);
+    } else
+        free(link->output);
     link->output = NULL;
     link->output_start = link->output_size = link->output_capacity = 0;
 }
@@ -77,12 +106,17 @@ static bool make_room(struct link *link, size_t need)
         if (link->output_capacity - link->output_size >= need)
             return true;
     }
-    size_t capacity = link->output_capacity < 1024 ? 1024 : link->output_capacity;
-    while (capacity - link->output_size < need)
+    size_t capacity = 1024, wanted = link->output_size + need;
+    while (capacity < wanted)
         capacity *= 2;
-    uint8_t *output = realloc(link->output, capacity);
+    if (wanted > 8192 && wanted <= LARGE)
+        capacity = LARGE;
+    uint8_t *output = capacity == LARGE ? take_spare() : malloc(capacity);
     if (output == NULL)
         return false;
+    if (link->output_size != 0)
+        memcpy(output, link->output, link->output_size);
+    free(link->output);
     link->output = output;
     link->output_capacity = capacity;
     return true;
@@ -275,7 +309,7 @@ static void write_link(struct link *link)
         link->output_size -= (size_t)wrote;
     }
     link->output_start = 0;
-    if (link->output_capacity > 4096)
+    if (link->output_capacity > 8192)
         drop_output(link);
 }
 

@@ -9,7 +9,7 @@
 
 #define BATCH 64
 
-uint8_t scratch[FRAME_MAX];
+uint8_t scratch[FRAME_MAX] __attribute__((aligned(4096)));
 
 static int epoll_fd = -1;
 static struct epoll_event batch[BATCH];

@@ -34,8 +34,29 @@ static uint64_t keep_from(const struct process *process, unsigned index)
     return keep;
 }
 
+/* A command that ends closes its pipes a moment before its parent hears of it. EOF waits so long for the exit, that
+ * both go out in one write: a host that runs many short commands wakes up once less for each. */
+#define LINGER_NS 1000000u
+
+static void linger_over(struct timer *timer)
+{
+    (void)timer;
+    for (struct process *process = processes; process != NULL; process = process->next)
+        if (process->lingering) {
+            process->lingering = false;
+            readers_pump(process);
+        }
+}
+
+static struct timer linger_timer = {.expired = linger_over};
+
 static void output_ended(struct output *output)
 {
+    if (output->process->state == PROCESS_RUNNING && output->source.fd >= 0) {
+        output->process->lingering = true;
+        if (linger_timer.due == 0)
+            timer_set(&linger_timer, LINGER_NS);
+    }
     loop_close(&output->source);
     output->starved = false;
     if (output->ring.start == output->ring.end)
@@ -226,7 +247,8 @@ static void pump_stream(struct reader *reader, unsigned index)
         channel_data(reader->channel, index + 1, reader->at[index], from, size);
         reader->at[index] += size;
     }
-    if (output->source.fd < 0 && !reader->ended[index]) {
+    bool wait = reader->process->lingering && reader->process->state == PROCESS_RUNNING;
+    if (output->source.fd < 0 && !reader->ended[index] && !wait) {
         channel_eof(reader->channel, index + 1, ring->end);
         reader->ended[index] = true;
     }

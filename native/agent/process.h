@@ -35,6 +35,7 @@ struct process {
     enum process_state state;
     int code;
     bool pty, drop;
+    bool lingering; /* EOF waits for the exit */
     struct output out[2];
     struct source in;
     struct queue queue;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from wall import (
-    CLOSE,
     DATA,
     HEADER,
     HELLO,
@@ -54,14 +52,25 @@ def test_bind(client: Client) -> None:
         with pytest.raises(AgentError) as caught:
             client.call(BIND, *items)
         assert caught.value.text.startswith(what)
-    assert run(client, "b", "sh", "-c", "echo $TOKEN").out[1] == b"abc\n", "a bind that failed changed nothing"
+    assert run(client, "b", "sh", "-c", "echo $TOKEN").out[1] == b"abc\n", (
+        "a bind that failed changed nothing"
+    )
 
 
 def test_secrets() -> None:
     """In memory, readable by the workload alone; a second bind replaces them."""
     if os.geteuid() != 0:
         pytest.skip("/run of the host is not this user's")
-    hide = ("unshare", "--mount", "--propagation", "private", "sh", "-c", 'mount -t tmpfs none /run && exec "$@"', "-")
+    hide = (
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        'mount -t tmpfs none /run && exec "$@"',
+        "-",
+    )
     with wall(prefix=hide) as walled:
         client = walled.client()
         for value in (b"one\0\xff", b"two"):
@@ -76,8 +85,11 @@ def test_stats(walled: Wall, client: Client) -> None:
     channel = client.open(1, (1, "a"), *argv("sleep", "1000"))
     client.reply(channel)
     stats = numbers(client.call(STATS))
-    assert stats[1] == 2 and stats[2] > 100_000 and stats[4] > 0
-    assert stats[5] == 2 and stats[6] == 2
+    assert stats[1] == 2
+    assert stats[2] > 100_000
+    assert stats[4] > 0
+    assert stats[5] == 2
+    assert stats[6] == 2
 
 
 def wake(walled: Wall) -> None:
@@ -114,7 +126,8 @@ def test_quiesce_and_wake(walled: Wall, client: Client) -> None:
     waiting.close()
     wake(walled)
     client = again(walled)
-    assert number(client.hello[5]) == 2 and client.hello[6] != first[6]
+    assert number(client.hello[5]) == 2
+    assert client.hello[6] != first[6]
     channel = client.open(2, (1, "cat"), (2, 7))
     reply = numbers(client.reply(channel))
     assert (reply[2], reply[4]) == (7, 7), "ids and offsets hold"
@@ -152,7 +165,8 @@ def test_shutdown(walled: Wall) -> None:
             assert client.frame(channel).payload[9:] == b"up\n"
         client.call(SHUTDOWN, (1, 500))
         ended = follow(client, 1)
-        assert bytes(ended.out[1][ended.first[1] - ended.first[1] :]) == b"bye\n" and ended.code == 5
+        assert bytes(ended.out[1][ended.first[1] - ended.first[1] :]) == b"bye\n"
+        assert ended.code == 5
         assert follow(client, 3).exit[2] == 9
         assert other.process.wait(20) == 0
     assert walled.alive()
@@ -168,9 +182,16 @@ def test_sigterm_from_outside_shuts_down() -> None:
 
 
 def test_it_must_be_process_1_and_well_called() -> None:
-    for arguments in (["listen=/tmp/x", "uid=1", "gid=1"], ["listen=3"], [], ["bogus"], ["uid=x", "gid=1", "listen=3"]):
+    for arguments in (
+        ["listen=/tmp/x", "uid=1", "gid=1"],
+        ["listen=3"],
+        [],
+        ["bogus"],
+        ["uid=x", "gid=1", "listen=3"],
+    ):
         ended = subprocess.run([agent_path(), *arguments], capture_output=True, timeout=20, check=False)
-        assert ended.returncode == 125 and ended.stderr.startswith(b"ringfence-agent: ")
+        assert ended.returncode == 125
+        assert ended.stderr.startswith(b"ringfence-agent: ")
 
 
 def test_it_can_bind_its_socket_itself(tmp_path: Path) -> None:

@@ -8,7 +8,23 @@ import struct
 from pathlib import Path
 
 import pytest
-from wall import CLOSE, DATA, EOF, ERROR, EVENT, REPLY, USER, AgentError, Client, Value, Wall, argv, number, numbers, parse
+from wall import (
+    CLOSE,
+    DATA,
+    EOF,
+    ERROR,
+    EVENT,
+    REPLY,
+    USER,
+    AgentError,
+    Client,
+    Value,
+    Wall,
+    argv,
+    number,
+    numbers,
+    parse,
+)
 
 READ, WRITE, LIST, STAT, MOVE, REMOVE, MKDIR, WATCH = range(16, 24)
 
@@ -130,7 +146,12 @@ def test_a_write_that_ends_early_changes_nothing(walled: Wall, client: Client) -
 def test_errors_have_their_errno(walled: Wall, client: Client) -> None:
     (walled.work / "dir").mkdir()
     os.mkfifo(walled.work / "pipe")
-    for path, error in (("nope", errno.ENOENT), ("dir", errno.EISDIR), ("pipe", errno.EINVAL), ("f/x", errno.ENOENT)):
+    for path, error in (
+        ("nope", errno.ENOENT),
+        ("dir", errno.EISDIR),
+        ("pipe", errno.EINVAL),
+        ("f/x", errno.ENOENT),
+    ):
         refused(error, client, READ, (1, path))
     refused(errno.EINVAL, client, READ, (1, b"a\0b"))
     refused(errno.EINVAL, client, READ)
@@ -159,8 +180,10 @@ def test_list_stat_move_remove_mkdir(walled: Wall, client: Client) -> None:
     (Path(os.fsdecode(os.fsencode(walled.work / "d") + b"/" + hostile))).write_bytes(b"")
     found = listing(client, "d")
     assert set(found) == {b"e", b"x", b"l", hostile}
-    assert number(found[b"x"][3]) == 5 and number(found[b"x"][2]) == 1
-    assert number(found[b"l"][2]) == 3 and found[b"l"][8] == b"nowhere"
+    assert number(found[b"x"][3]) == 5
+    assert number(found[b"x"][2]) == 1
+    assert number(found[b"l"][2]) == 3
+    assert found[b"l"][8] == b"nowhere"
     assert set(listing(client, "d", (2, 5))) == {b"e", b"x", b"l", hostile, b"e/f"}
     assert len(listing(client, "d", (2, 5), (3, 2))) == 2
     assert numbers(client.call(STAT, (1, "d/l")))[2] == 3
@@ -223,7 +246,8 @@ def test_watch(walled: Wall, client: Client) -> None:
     def wait_for(*wanted: tuple[bytes, int, int]) -> None:
         while not set(wanted) <= seen:
             frame = client.frame(channel)
-            assert frame.type == EVENT and frame.payload[:2] == b"\x02\x00"
+            assert frame.type == EVENT
+            assert frame.payload[:2] == b"\x02\x00"
             event = dict(parse(frame.payload[2:]))
             seen.add((event[1], number(event[2]), number(event[3])))
 

@@ -8,7 +8,23 @@ import struct
 import subprocess
 
 import pytest
-from wall import CLOSE, CREDIT, DATA, EOF, ERROR, OPEN, REPLY, AgentError, Client, Wall, argv, follow, number, parse, run
+from wall import (
+    CLOSE,
+    CREDIT,
+    DATA,
+    EOF,
+    ERROR,
+    OPEN,
+    REPLY,
+    AgentError,
+    Client,
+    Wall,
+    argv,
+    follow,
+    number,
+    parse,
+    run,
+)
 
 DIAL, LISTEN, ACCEPTED = 32, 33, 34
 
@@ -18,7 +34,9 @@ def network(walled: Wall, client: Client) -> None:
     """Loopback of the wall's own network namespace, up."""
     spaces = ["--net"] if os.geteuid() == 0 else ["--user", "--net", "--preserve-credentials"]
     subprocess.run(
-        ["nsenter", f"--target={walled.pid}", *spaces, "ip", "link", "set", "lo", "up"], check=True, timeout=20
+        ["nsenter", f"--target={walled.pid}", *spaces, "ip", "link", "set", "lo", "up"],
+        check=True,
+        timeout=20,
     )
 
 
@@ -82,9 +100,11 @@ def test_listen(walled: Wall, client: Client) -> None:
     user = client.open(1, (1, "user"), *argv("python3", "-c", script))
     client.reply(user)
     opened = client.frame(2)
-    assert opened.type == OPEN and struct.unpack_from("<H", opened.payload) == (ACCEPTED,)
+    assert opened.type == OPEN
+    assert struct.unpack_from("<H", opened.payload) == (ACCEPTED,)
     told = {tag: number(value) for tag, value in parse(opened.payload[2:])}
-    assert told[1] == listener and told[2] > 0
+    assert told[1] == listener
+    assert told[2] > 0
     assert told[3] == int(run(client, "id", "id", "-u").out[1])
     client.send(REPLY, 2)
     client.data(2, b"answer")

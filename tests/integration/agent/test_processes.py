@@ -59,12 +59,17 @@ def test_streams_and_exit(client: Client) -> None:
     ended = run(client, "a", "sh", "-c", "echo out; echo err >&2; exit 3")
     assert (bytes(ended.out[1]), bytes(ended.out[2])) == (b"out\n", b"err\n")
     assert ended.eof == {1: 4, 2: 4}
-    assert ended.exit[1] == 3 and 2 not in ended.exit
-    assert ended.exit[3] == 4 and ended.exit[4] == 4 and ended.exit[7] > 0
+    assert ended.exit[1] == 3
+    assert 2 not in ended.exit
+    assert ended.exit[3] == 4
+    assert ended.exit[4] == 4
+    assert ended.exit[7] > 0
     killed = run(client, "b", "sh", "-c", "kill -9 $$")
-    assert killed.exit[2] == 9 and 1 not in killed.exit
+    assert killed.exit[2] == 9
+    assert 1 not in killed.exit
     merged = run(client, "c", "sh", "-c", "echo 1; echo 2 >&2; echo 3", flags=MERGE)
-    assert bytes(merged.out[1]) == b"1\n2\n3\n" and merged.eof[2] == 0
+    assert bytes(merged.out[1]) == b"1\n2\n3\n"
+    assert merged.eof[2] == 0
 
 
 def test_failing_steps_are_named(client: Client) -> None:
@@ -82,7 +87,8 @@ def test_failing_steps_are_named(client: Client) -> None:
     ):
         with pytest.raises(AgentError) as caught:
             client.call(START, (1, "x"), *items)
-        assert caught.value.errno == error and caught.value.text.startswith(step)
+        assert caught.value.errno == error
+        assert caught.value.text.startswith(step)
     for name in ("", "a" * 65, "a/b", "ä"):
         refused(errno.EINVAL, client, START, (1, name), *argv("true"))
     assert "x" not in records(client)
@@ -93,11 +99,14 @@ def test_failing_steps_are_named(client: Client) -> None:
 def test_what_a_command_inherits(walled: Wall, client: Client) -> None:
     script = "umask; pwd; ls /proc/self/fd | wc -l; grep -E 'Sig(Blk|Ign)|Cap(Inh|Prm|Eff|Amb)|Groups' /proc/self/status; id -u; cat /proc/self/oom_score_adj; ps -o sid= -p $$; echo $$"
     lines = bytes(run(client, "a", "sh", "-c", script).out[1]).decode().split("\n")
-    assert lines[0] == "0022" and lines[1] == str(walled.work) and lines[2] == "4"
+    assert lines[0] == "0022"
+    assert lines[1] == str(walled.work)
+    assert lines[2] == "4"
     status = dict(line.split(":\t") for line in lines[3:-5])
     assert not status.pop("Groups").strip() or os.geteuid() != 0
     if os.geteuid() == 0:
-        assert set(status.values()) == {"0" * 16} and len(status) == 6
+        assert set(status.values()) == {"0" * 16}
+        assert len(status) == 6
         assert lines[-5] == str(USER)
     assert lines[-4] == "500"
     assert lines[-3].strip() == lines[-2], "a session of its own"
@@ -109,10 +118,12 @@ def test_environment(client: Client) -> None:
     channel = client.open(START, (1, "e"), *argv("env"), *items)
     client.reply(channel)
     env = bytes(follow(client, channel).out[1]).decode().split()
-    assert {"A=bound", "B=own", "C=2", "PATH=/usr/bin:/bin"} <= set(env) and len(env) == len(set(env))
+    assert {"A=bound", "B=own", "C=2", "PATH=/usr/bin:/bin"} <= set(env)
+    assert len(env) == len(set(env))
     client.call(48, (1, "A=other"))
     env = bytes(run(client, "f", "env").out[1]).decode().split()
-    assert "A=other" in env and not any(name.startswith("B=") for name in env)
+    assert "A=other" in env
+    assert not any(name.startswith("B=") for name in env)
 
 
 def test_stdin(client: Client) -> None:
@@ -153,13 +164,15 @@ def test_a_terminal(client: Client) -> None:
         frame = client.frame(channel)
         assert frame.type == EOF or frame.payload[0] == 1
         text += frame.payload[9:] if frame.type == DATA else b""
-    assert text.startswith(b"/dev/pts/") and b"30 100\r\n" in text
+    assert text.startswith(b"/dev/pts/")
+    assert b"30 100\r\n" in text
     client.data(channel, b"hello\n")
     while b"got hello\r\n" not in text:
         text += client.frame(channel).payload[9:]
     client.call(RESIZE, (1, "t"), (2, 50), (3, 132))
     ended = follow(client, channel)
-    assert bytes(ended.out[1]) == b"50 132\r\n" and ended.code == 7
+    assert bytes(ended.out[1]) == b"50 132\r\n"
+    assert ended.code == 7
     assert ended.exit[3] == ended.eof[1], "all of a terminal's output counts as the command's"
     run(client, "p", "true")
     refused(errno.ENOTTY, client, RESIZE, (1, "p"), (2, 1), (3, 1))
@@ -198,7 +211,9 @@ def test_output_of_a_descendant_goes_on(client: Client) -> None:
     channel = started(client, "d", "sh", "-c", "echo own; (sleep 0.3; echo later) & exit 5")
     ended = follow(client, channel)
     assert bytes(ended.out[1]) == b"own\nlater\n"
-    assert ended.code == 5 and ended.exit[3] == 4 and ended.eof[1] == 10
+    assert ended.code == 5
+    assert ended.exit[3] == 4
+    assert ended.eof[1] == 10
 
 
 def test_resume_by_offset_after_a_lost_link(walled: Wall, client: Client) -> None:
@@ -218,7 +233,8 @@ def test_resume_by_offset_after_a_lost_link(walled: Wall, client: Client) -> Non
     ended = follow(client, channel)
     expected = b"".join(b"%d\n" % i for i in range(1, 1_000_001))[:total]
     assert expected[:50_000] + bytes(ended.out[1]) == expected
-    assert ended.code == 0 and ended.eof[1] == total
+    assert ended.code == 0
+    assert ended.eof[1] == total
 
 
 def test_many_lost_links(walled: Wall, client: Client) -> None:
@@ -261,7 +277,8 @@ def test_back_pressure_and_drop(walled: Wall, client: Client) -> None:
     client.credit(held, 1, 1_000_000)
     client.credit(held, 2, 1_000)
     ended = follow(client, held)
-    assert len(ended.out[1]) == 6_553_600 and ended.code == 0
+    assert len(ended.out[1]) == 6_553_600
+    assert ended.code == 0
 
 
 def test_two_readers(walled: Wall, client: Client) -> None:
@@ -273,9 +290,11 @@ def test_two_readers(walled: Wall, client: Client) -> None:
     client.reply(events)
     client.data(channel, b"go\n")
     first = follow(client, channel)
-    assert first.out == follow(other, second).out and len(first.out[1]) == 168_897
+    assert first.out == follow(other, second).out
+    assert len(first.out[1]) == 168_897
     quiet = follow(client, events)
-    assert quiet.out[1] == b"" and quiet.code == 0
+    assert quiet.out[1] == b""
+    assert quiet.code == 0
     late = client.open(ATTACH, (1, "a"), (2, FROM_NOW), (3, FROM_NOW))
     assert numbers(client.reply(late))[2] == 168_897
     assert follow(client, late).out[1] == b""
@@ -289,8 +308,10 @@ def test_list_and_remove(client: Client) -> None:
     follow(client, killed)
     found = records(client)
     assert [number(found[name][3]) for name in ("runs", "done", "killed")] == [0, 1, 2]
-    assert number(found["done"][4]) == 2 and number(found["killed"][4]) == 15
-    assert number(found["done"][5]) == 2 and found["runs"][7] == b"sleep"
+    assert number(found["done"][4]) == 2
+    assert number(found["killed"][4]) == 15
+    assert number(found["done"][5]) == 2
+    assert found["runs"][7] == b"sleep"
     refused(errno.EBUSY, client, REMOVE, (1, "runs"))
     client.call(REMOVE, (1, "done"))
     refused(errno.ENOENT, client, REMOVE, (1, "done"))
@@ -304,7 +325,9 @@ def test_records_are_bounded(client: Client) -> None:
     while any(number(record[3]) == 0 for record in records(client).values()):
         pass
     found = records(client)
-    assert len(found) == 512 and "p599" in found and "p0" not in found
+    assert len(found) == 512
+    assert "p599" in found
+    assert "p0" not in found
 
 
 def test_orphans_are_reaped(walled: Wall, client: Client) -> None:
@@ -323,7 +346,8 @@ def test_root_of_the_sandbox() -> None:
         client = walled.client()
         ended = run(client, "a", "grep", "-E", "Uid|CapEff|CapPrm|CapInh", "/proc/self/status", flags=ROOT)
         text = bytes(ended.out[1]).decode()
-        assert "Uid:\t0\t0\t0\t0" in text and "CapInh:\t0000000000000003" in text
+        assert "Uid:\t0\t0\t0\t0" in text
+        assert "CapInh:\t0000000000000003" in text
 
 
 def test_cgroups_are_joined_before_the_program_runs(tmp_path: Path) -> None:

@@ -112,7 +112,9 @@ class Client:
         while True:
             if len(self.buffer) >= 12:
                 size, channel, kind, flags, reserved = HEADER.unpack_from(self.buffer)
-                assert flags == 0 and reserved == 0 and size <= 65524
+                assert flags == 0
+                assert reserved == 0
+                assert size <= 65524
                 if len(self.buffer) >= 12 + size:
                     frame = Frame(kind, channel, self.buffer[12 : 12 + size])
                     self.buffer = self.buffer[12 + size :]
@@ -228,7 +230,9 @@ def argv(*words: Value) -> list[tuple[int, Value]]:
     return [(2, word) for word in words]
 
 
-def run(client: Client, name: str, *words: Value, flags: int = 0, extra: list[tuple[int, Value]] | None = None) -> Ended:
+def run(
+    client: Client, name: str, *words: Value, flags: int = 0, extra: list[tuple[int, Value]] | None = None
+) -> Ended:
     """Start a command and follow it to its end."""
     channel = client.open(1, (1, name), *argv(*words), (5, flags), *(extra or []))
     client.reply(channel)
@@ -249,11 +253,21 @@ class Wall:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.path)
         listener.listen(128)
-        user = () if os.geteuid() == 0 else ("--user", f"--map-users={USER},{USER},1", f"--map-groups={USER},{USER},1")
+        user = (
+            ()
+            if os.geteuid() == 0
+            else ("--user", f"--map-users={USER},{USER},1", f"--map-groups={USER},{USER},1")
+        )
         if user:
             user = ("--user", "--map-root-user")
         uid = USER if os.geteuid() == 0 else 0
-        arguments = [f"listen={listener.fileno()}", f"uid={uid}", f"gid={uid}", f"workdir={self.work}", *extra]
+        arguments = [
+            f"listen={listener.fileno()}",
+            f"uid={uid}",
+            f"gid={uid}",
+            f"workdir={self.work}",
+            *extra,
+        ]
         names = {argument.split("=")[0] for argument in extra}
         arguments = [a for i, a in enumerate(arguments) if i >= 4 or a.split("=")[0] not in names]
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.work), "LANG": "C.UTF-8", **(env or {})}
