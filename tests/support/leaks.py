@@ -174,7 +174,7 @@ class Leaks:
 
     def __enter__(self) -> Leaks:
         become_subreaper()
-        self._own = Path(tempfile.mkdtemp(prefix="rf-leaks-", dir="/tmp"))
+        self._own = Path(tempfile.mkdtemp(prefix="rf-leaks-"))
         self._own.chmod(0o711)  # the workload's host uid may have to pass through
         self.home = self.home or self._own / "home"
         self.tmp = self.tmp or self._own / "tmp"

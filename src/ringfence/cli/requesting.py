@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ringfence.model.errors import InvalidRequest
@@ -12,6 +12,7 @@ from ringfence.model.levels import Level
 from ringfence.model.policy import MIB, Mount, Policy, Resources
 from ringfence.model.quantities import format_size, parse_duration, parse_size
 from ringfence.model.sandbox import Owner, SandboxRequest
+from ringfence.model.values import dataclass
 
 SMALLEST_MEMORY = 8 * MIB  # a shell and a small program; the node refuses less
 

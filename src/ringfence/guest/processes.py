@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from ringfence.guest.channels import DEFAULT_WINDOW, Channel
 from ringfence.guest.fields import Fields, Value, clean
 from ringfence.guest.frames import MAX_OFFSET
 from ringfence.model.errors import GuestRefused, InvalidRequest, ProtocolViolation
+from ringfence.model.values import dataclass
 
 STDOUT, STDERR = 1, 2
 ATTACH_WINDOW = 65_536  # the ring of a command that somebody else started may be small

@@ -8,12 +8,11 @@ YAML and presets live in ``ringfence.model.policies``; this module has only the 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import Any, Literal
 
 from ringfence.model.levels import Level
+from ringfence.model.values import dataclass
 
 MIB = 1024**2
 GIB = 1024**3
@@ -139,6 +138,10 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(value: Wall | Policy) -> str:
+    # Here and not above: hashlib loads OpenSSL, and not every command needs a digest.
+    import hashlib
+    import json
+
     text = json.dumps(_canonical(asdict(value)), sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 from ringfence.model.levels import Boundary, Cause, Level
 from ringfence.model.policy import Policy
+from ringfence.model.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ Which call is legal when (``guarding`` enforces it, the conformance suite checks
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ringfence.model.levels import Boundary, Level
 from ringfence.model.sandbox import EffectiveBoundary
+from ringfence.model.values import dataclass
 
 AGENT_UID = 64999   # the guest agent's own user inside, where the user map has room for it
 MAP_SIZE = 65536    # host user ids that one sandbox gets when the node is root
