@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ringfence.guest import frames
 from ringfence.guest.fields import Fields, Value, decode, encode
 from ringfence.guest.link import GuestLink
+from ringfence.guest.processes import GuestProcess, ProcessSpec
 
 INSTANCE = bytes(range(16))
 
@@ -114,6 +115,17 @@ def pair() -> tuple[socket.socket, Peer]:
     """The host's socket and the guest's end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return ours, Peer(theirs)
+
+
+SPEC = ProcessSpec(argv=("true",), id="p1", stdin=True)
+
+
+async def started(link: GuestLink, peer: Peer, spec: ProcessSpec = SPEC) -> tuple[GuestProcess, int]:
+    """A command that the peer says it runs, and its channel."""
+    task = asyncio.create_task(link.start(spec))
+    got = await peer.opened(1)
+    await peer.send(reply(got.channel, (1, 42)))
+    return await task, got.channel
 
 
 @asynccontextmanager
