@@ -33,6 +33,9 @@ REQUEST_TIMEOUT = 30.0  # seconds that a guest has to answer a request that need
 # the answers is cut off when so many bytes of them wait.
 _MOST_UNREAD = 1024 * 1024
 _WRITE_HIGH = 256 * 1024
+# A frame costs the guest nothing and us microseconds. Beyond so many in so short a time we read no more for
+# the rest of it: no real agent gets there, and a hostile one must not keep the node from its other sandboxes.
+_BURST, _BURST_SECONDS = 8192, 0.25
 _FLUSH = 1.0  # seconds that the last bytes of a closing link may take
 _MOST_STRAYS = 64  # answers to earlier hosts that are discarded while we wait for ours
 
@@ -62,6 +65,8 @@ class Wire(asyncio.BufferedProtocol):
         self._strays = 0
         self._greeted = False
         self._lost = False
+        self._frames = 0  # in the burst that began at _burst
+        self._burst = 0.0
         self._corked: list[bytes] | None = None
         self._pings: deque[tuple[bytes, asyncio.Future[None]]] = deque()
         self._waiters: list[asyncio.Future[None]] = []
@@ -122,6 +127,7 @@ class Wire(asyncio.BufferedProtocol):
         self._corked = []
         try:
             for channel, kind, payload in self._parser.advance(nbytes):
+                self._frames += 1
                 self._handle(channel, kind, payload)
                 if self.failure is not None:
                     return
@@ -132,6 +138,17 @@ class Wire(asyncio.BufferedProtocol):
             corked, self._corked = self._corked, None
         if corked:
             self.control(b"".join(corked))
+        if self._frames >= _BURST:
+            self._slow_down()
+
+    def _slow_down(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        end = self._burst + _BURST_SECONDS
+        self._frames, self._burst = 0, max(now, end)
+        if now < end and self._transport is not None:
+            self._transport.pause_reading()
+            loop.call_at(end, self._transport.resume_reading)
 
     def eof_received(self) -> None:
         """The guest closed its side; asyncio closes ours."""

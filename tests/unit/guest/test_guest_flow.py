@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from ringfence.guest import frames
+from ringfence.guest import frames, wire
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import (
     GuestRefused,
@@ -67,7 +67,7 @@ async def test_a_window_is_never_larger_than_the_ring() -> None:
 async def test_single_bytes_do_not_cost_more_than_their_credit() -> None:
     async with linked() as (link, peer):
         process, channel = await started(link, peer, ProcessSpec(argv=("yes",)))
-        many = 50_000
+        many = 15_000
         sent = bytearray()
         for offset in range(many):
             sent += frames.data_frame(channel, 1, offset, b"a") + frames.data_frame(channel, 2, offset, b"b")
@@ -140,3 +140,27 @@ async def test_input_of_an_ended_command_is_refused() -> None:
         with pytest.raises(GuestRefused) as caught:
             await task
         assert caught.value.errno == 32
+
+
+async def test_a_flood_of_frames_is_read_no_faster_than_it_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames are free for a guest and not for us: after a burst the link rests, and others are served."""
+    monkeypatch.setattr(wire, "_BURST", 100)
+    monkeypatch.setattr(wire, "_BURST_SECONDS", 3600.0)
+    async with linked() as (link, peer), linked() as (bystander, other):
+        process, channel = await started(link, peer)
+        credit = frames.credit_frame(channel, 0, 1) * 60
+        for _ in range(4):
+            assert link._wire._transport.is_reading()  # type: ignore[union-attr]
+            await peer.send(credit, frames.frame(0, frames.PING, b"."))
+            assert (await peer.receive()).kind == frames.PONG
+        assert not link._wire._transport.is_reading()  # type: ignore[union-attr]
+        await peer.send(credit)
+        task = asyncio.create_task(bystander.ping())
+        await other.send(frames.frame(0, frames.PONG, (await other.receive()).payload))
+        await task
+        channel_ = process._channel
+        assert channel_ is not None
+        assert channel_.credit == 65_536 + 240
+        link._wire._transport.resume_reading()  # type: ignore[union-attr]
+        while channel_.credit != 65_536 + 300:
+            await channel_.changed()
