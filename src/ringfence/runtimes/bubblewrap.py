@@ -56,7 +56,13 @@ class BubblewrapRuntime(LaunchedRuntime):
 
     def capabilities(self) -> Capabilities:
         """See the contract."""
-        return Capabilities(rootless=True, mounts=True, recover=True, disk_limit=True, pause=True)
+        return Capabilities(
+            rootless=True,
+            mounts=True,
+            recover=True,
+            disk_limit=True,
+            pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
+        )
 
     async def probe(self) -> Probe:
         """See the contract: starts a wall and talks to the agent in it."""

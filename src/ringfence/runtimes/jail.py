@@ -75,7 +75,7 @@ class JailRuntime(LaunchedRuntime):
             mounts=True,
             recover=True,
             disk_limit=True,
-            pause=True,
+            pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
         )
 
     async def probe(self) -> Probe:

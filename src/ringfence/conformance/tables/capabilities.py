@@ -23,12 +23,13 @@ _JAIL = Capabilities(
     pause=True,
     network=("none",),
 )
-_BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, pause=True)
+_BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False)
 _FAKE = Capabilities(rootless=True, recover=True)
 
 RUNTIMES: dict[str, dict[str, Capabilities]] = {
-    "jail": {"root": _JAIL, "user": _JAIL},
-    "bubblewrap": {"root": _BUBBLEWRAP, "user": _BUBBLEWRAP},
+    # Pausing needs a cgroup's freezer.
+    "jail": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
+    "bubblewrap": {"root": _BUBBLEWRAP, "user": replace(_BUBBLEWRAP, pause=False)},
     "fake": {"root": _FAKE, "user": _FAKE},
 }
 
