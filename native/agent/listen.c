@@ -10,13 +10,26 @@
 
 static struct source listener = {.fd = -1};
 
+static void accept_again(struct timer *timer)
+{
+    (void)timer;
+    loop_arm(&listener, EPOLLIN);
+}
+
+static struct timer retry = {.expired = accept_again};
+
 static void accept_links(struct source *source, uint32_t events)
 {
     (void)events;
     for (int i = 0; i < 8; i++) {
         int fd = accept4(source->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (fd < 0)
+        if (fd < 0) {
+            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) { /* out of descriptors or memory */
+                loop_arm(source, 0);
+                timer_set(&retry, 50000000u);
+            }
             return;
+        }
         if (link_count >= config.max_links)
             close(fd);
         else
@@ -60,6 +73,7 @@ bool link_listen(void)
 /* For quiesce: no new link, and no host-facing socket of our own making stays open. */
 void link_unlisten(void)
 {
+    timer_clear(&retry);
     loop_arm(&listener, 0);
     if (config.listen_fd >= 0)
         return;

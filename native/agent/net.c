@@ -24,6 +24,7 @@ struct listener {
     struct source source;
     struct channel *channel;
     uint16_t port;
+    struct timer retry; /* while there are no descriptors */
 };
 
 static void stream_free(struct stream *stream, bool reset)
@@ -331,10 +332,21 @@ static void listener_ready(struct source *source, uint32_t events)
             return;
         }
         int fd = accept4(source->fd, (struct sockaddr *)&address, &size, SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (fd < 0)
+        if (fd < 0) {
+            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+                loop_arm(source, 0);
+                timer_set(&listener->retry, 50000000u);
+            }
             return;
+        }
         hand_over(listener, fd, ntohs(address.sin_port));
     }
+}
+
+static void listener_again(struct timer *timer)
+{
+    struct listener *listener = (struct listener *)((char *)timer - offsetof(struct listener, retry));
+    loop_arm(&listener->source, EPOLLIN);
 }
 
 static void listener_pump(struct channel *channel)
@@ -346,6 +358,7 @@ static void listener_pump(struct channel *channel)
 static void listener_ended(struct channel *channel)
 {
     struct listener *listener = channel->owner;
+    timer_clear(&listener->retry);
     loop_close(&listener->source);
     free(listener);
 }
@@ -393,6 +406,7 @@ void net_listen(struct channel *channel, const uint8_t *fields, size_t size)
     listener->source = (struct source){.fd = fd, .ready = listener_ready};
     listener->channel = channel;
     listener->port = ntohs(address.sin_port);
+    listener->retry.expired = listener_again;
     channel->ops = &listener_ops;
     channel->owner = listener;
     uint8_t bytes[16];

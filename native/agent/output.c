@@ -50,6 +50,16 @@ static void linger_over(struct timer *timer)
 
 static struct timer linger_timer = {.expired = linger_over};
 
+/* Nobody is left who could read stdin (or hold the terminal): its descriptor is not kept for the record's life. */
+void input_settle(struct process *process)
+{
+    bool over = process->state == PROCESS_EXITED || process->state == PROCESS_KILLED;
+    if (!over || process->out[0].source.fd >= 0 || process->out[1].source.fd >= 0)
+        return;
+    loop_close(&process->in);
+    queue_clear(&process->queue);
+}
+
 static void output_ended(struct output *output)
 {
     if (output->process->state == PROCESS_RUNNING && output->source.fd >= 0) {
@@ -61,6 +71,7 @@ static void output_ended(struct output *output)
     output->starved = false;
     if (output->ring.start == output->ring.end)
         ring_forget(&output->ring);
+    input_settle(output->process);
 }
 
 /* Reads once. False: nothing more to read now. */

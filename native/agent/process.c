@@ -237,6 +237,7 @@ static void process_ended(struct child *child, int status, const struct rusage *
     alive--;
     ended++;
     output_drain(process);
+    input_settle(process);
     readers_pump(process);
     if (ended > RECORDS_MAX) {
         struct process *oldest = oldest_ended(false);
@@ -430,9 +431,10 @@ void process_signal(struct channel *channel, const uint8_t *data, size_t size)
         struct process *process = find(id);
         if (process == NULL)
             error = ENOENT;
-        else if (process->state != PROCESS_RUNNING)
+        else if (over(process))
             error = ESRCH;
-        else if (kill(scope == 0 ? process->child.pid : -process->child.pid, (int)number) < 0)
+        else if (kill(scope == 1 && process->state == PROCESS_RUNNING ? -process->child.pid : process->child.pid,
+                      (int)number) < 0) /* before it runs it may not have its group yet */
             error = errno;
     }
     if (error != 0)

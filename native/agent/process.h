@@ -60,5 +60,6 @@ void output_resume(struct process *process);
 void output_drain(struct process *process); /* at the exit: reads what is there, fills in `end` */
 void output_close(struct process *process);
 bool input_write(struct process *process);
+void input_settle(struct process *process);
 
 #endif

@@ -1,6 +1,6 @@
 """Write the golden transcripts anew, from the real agent: ``python tests/golden/link/generate.py`` as root.
 
-Only when the protocol changes on purpose: the diff is then the change that other implementations have to make.
+Only when the protocol changes on purpose: the diff is then what other implementations have to change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "integration" / "agent")]
 
-from wall import (
+from wall import (  # noqa: E402
     CLOSE,
     CREDIT,
     DATA,
@@ -37,10 +37,34 @@ from wall import (
     wall,
 )
 
-import golden
-from golden import Line
+import golden  # noqa: E402
+from golden import Line  # noqa: E402
 
-NAMES = {1: "process.start", 2: "process.attach", 3: "process.signal", 4: "process.list", 5: "process.resize", 6: "process.remove", 16: "file.read", 17: "file.write", 18: "file.list", 19: "file.stat", 20: "file.move", 21: "file.remove", 22: "file.mkdir", 23: "file.watch", 24: "tar.in", 25: "tar.out", 32: "net.dial", 33: "net.listen", 34: "net.accepted", 48: "bind", 49: "stats", 50: "quiesce", 51: "shutdown"}  # fmt: skip
+NAMES = {
+    1: "process.start",
+    2: "process.attach",
+    3: "process.signal",
+    4: "process.list",
+    5: "process.resize",
+    6: "process.remove",
+    16: "file.read",
+    17: "file.write",
+    18: "file.list",
+    19: "file.stat",
+    20: "file.move",
+    21: "file.remove",
+    22: "file.mkdir",
+    23: "file.watch",
+    24: "tar.in",
+    25: "tar.out",
+    32: "net.dial",
+    33: "net.listen",
+    34: "net.accepted",
+    48: "bind",
+    49: "stats",
+    50: "quiesce",
+    51: "shutdown",
+}
 STAT = {5: "any_mtime", 6: "uid", 7: "gid", 9: "any_inode"}
 # What differs from run to run, by (frame type, operation or event).
 VARIABLE: dict[tuple[int, int], dict[int, str]] = {
@@ -365,8 +389,23 @@ def violation(to: Recorder) -> None:
 
 
 SCENES: tuple[Callable[[Recorder], None], ...] = (
-    command, errors, stdin, terminal, attach, signals, detached, files, watch, archive, ports, bind, sleep, shutdown, ping, violation,
-)  # fmt: skip
+    command,
+    errors,
+    stdin,
+    terminal,
+    attach,
+    signals,
+    detached,
+    files,
+    watch,
+    archive,
+    ports,
+    bind,
+    sleep,
+    shutdown,
+    ping,
+    violation,
+)
 
 
 def loopback_up(walled: Wall) -> None:

@@ -1,4 +1,4 @@
-"""Reading, matching and writing transcripts of the link protocol (see docs/PROTOCOL.md, "Golden transcripts")."""
+"""Reading, matching and writing transcripts of the link protocol (docs/PROTOCOL.md, "Golden transcripts")."""
 
 from __future__ import annotations
 

@@ -101,8 +101,7 @@ def test_a_violation_costs_its_own_link(walled: Wall, client: Client, what: str)
     hostile = walled.client()
     hostile.sock.sendall(VIOLATIONS[what])
     with pytest.raises(EOFError):
-        while True:
-            hostile.receive()
+        hostile.until_closed()
     client.ping()
     assert run(client, "after", "echo", "fine").out[1] == b"fine\n"
 
@@ -211,10 +210,10 @@ def test_a_host_that_never_reads(walled: Wall, client: Client) -> None:
     deaf = walled.client()
     deaf.sock.settimeout(2)
     with pytest.raises(TimeoutError):
-        while True:
-            deaf.sock.sendall(frame(PING, 0, b"x" * 64) * 500)
+        deaf.sock.sendall(frame(PING, 0, b"x" * 64) * 500_000)
     client.ping()
-    assert rss(walled) < 2_000_000
+    if "RINGFENCE_AGENT" not in os.environ:  # a sanitizer has memory of its own
+        assert rss(walled) < 2_000_000
 
 
 def rss(walled: Wall) -> int:
@@ -261,13 +260,18 @@ def test_output_flood_keeps_other_links_answering(walled: Wall, client: Client) 
         client.call(3, (2, 9), (3, 2))
     finally:
         stop.set()
+        flood.sock.shutdown(socket.SHUT_RDWR)
         reader.join(30)
     assert not reader.is_alive()
 
 
 def test_fork_storm_keeps_the_agent_answering() -> None:
     """A bounded bomb: the limit is an rlimit of its own user, as in a jail without a delegated cgroup."""
-    script = "import os,resource,time\nresource.setrlimit(resource.RLIMIT_NPROC,(150,150))\nend=time.time()+20\nwhile time.time()<end:\n try: os.fork()\n except OSError: pass"
+    script = (
+        "import os, resource, time\nresource.setrlimit(resource.RLIMIT_NPROC, (60, 60))\n"
+        "end = time.time() + 20\n"
+        "while time.time() < end:\n try: os.fork()\n except OSError: pass"
+    )
     uid = 61234 if os.geteuid() == 0 else os.geteuid()
     if os.geteuid() != 0:
         pytest.skip("a bomb under the tester's own user would count its other processes")
@@ -277,7 +281,9 @@ def test_fork_storm_keeps_the_agent_answering() -> None:
         bomb = client.open(1, (1, "bomb"), *argv("python3", "-c", script))
         client.reply(bomb)
         other = walled.client()
-        for i in range(10):
+        while numbers(other.call(49))[1] < 55:  # the storm is at its limit
+            pass
+        for i in range(5):
             other.ping()
             assert number(dict(parse(other.call(19, (1, "."))))[2]) == 2
             assert run(other, f"p{i}", "true").exit

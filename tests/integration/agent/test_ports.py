@@ -96,7 +96,10 @@ def test_dial(client: Client) -> None:
 def test_listen(walled: Wall, client: Client) -> None:
     listener = client.open(LISTEN, (1, 0))
     port = number(dict(parse(client.reply(listener)))[1])
-    script = f"import socket\ns=socket.create_connection(('127.0.0.1',{port}))\ns.sendall(b'ask')\nprint(s.recv(99).decode(),end='')"
+    script = (
+        f"import socket\ns = socket.create_connection(('127.0.0.1', {port}))\n"
+        "s.sendall(b'ask')\nprint(s.recv(99).decode(), end='')"
+    )
     user = client.open(1, (1, "user"), *argv("python3", "-c", script))
     client.reply(user)
     opened = client.frame(2)

@@ -97,7 +97,11 @@ def test_failing_steps_are_named(client: Client) -> None:
 
 
 def test_what_a_command_inherits(walled: Wall, client: Client) -> None:
-    script = "umask; pwd; ls /proc/self/fd | wc -l; grep -E 'Sig(Blk|Ign)|Cap(Inh|Prm|Eff|Amb)|Groups' /proc/self/status; id -u; cat /proc/self/oom_score_adj; ps -o sid= -p $$; echo $$"
+    script = (
+        "umask; pwd; ls /proc/self/fd | wc -l; "
+        "grep -E 'Sig(Blk|Ign)|Cap(Inh|Prm|Eff|Amb)|Groups' /proc/self/status; "
+        "id -u; cat /proc/self/oom_score_adj; ps -o sid= -p $$; echo $$"
+    )
     lines = bytes(run(client, "a", "sh", "-c", script).out[1]).decode().split("\n")
     assert lines[0] == "0022"
     assert lines[1] == str(walled.work)
@@ -157,7 +161,10 @@ def test_stdin_goes_on_after_a_lost_link(walled: Wall, client: Client) -> None:
 
 
 def test_a_terminal(client: Client) -> None:
-    script = "tty; stty size; test -t 2 && echo yes; trap 'stty size; exit 7' WINCH; read line; echo got $line; while :; do sleep 0.1; done"
+    script = (
+        "tty; stty size; test -t 2 && echo yes; trap 'stty size; exit 7' WINCH; "
+        "read line; echo got $line; while :; do sleep 0.1; done"
+    )
     channel = started(client, "t", "sh", "-c", script, flags=PTY, rows=30, columns=100)
     text = b""
     while b"yes\r\n" not in text:
@@ -190,7 +197,10 @@ def test_a_terminal_is_controlled(client: Client) -> None:
 
 
 def test_signals(client: Client) -> None:
-    script = "trap 'echo term' TERM; (trap 'echo child; exit' TERM; echo up; while :; do sleep 0.05; done) & while :; do sleep 0.05; done"
+    script = (
+        "trap 'echo term' TERM; (trap 'echo child; exit' TERM; echo up; while :; do sleep 0.05; done) & "
+        "while :; do sleep 0.05; done"
+    )
     channel = started(client, "g", "sh", "-c", script)
     assert client.frame(channel).payload[9:] == b"up\n"
     client.call(SIGNAL, (1, "g"), (2, signal.SIGTERM), (3, 1))
@@ -377,3 +387,14 @@ def test_closing_a_channel_leaves_the_process(client: Client) -> None:
         kinds.append(client.frame(again).type)
     assert kinds == [EOF, EOF, EVENT, CLOSE]
     assert ERROR not in kinds
+
+
+def test_ended_commands_hold_no_terminal(walled: Wall, client: Client) -> None:
+    """Records of ended commands keep their output, and no descriptor."""
+    before = len(os.listdir(f"/proc/{walled.pid}/fd"))
+    for i in range(20):
+        run(client, f"t{i}", "echo", "x", flags=PTY)
+        channel = started(client, f"p{i}", "cat", flags=STDIN)
+        client.call(SIGNAL, (1, f"p{i}"), (2, 9))
+        follow(client, channel)
+    assert len(os.listdir(f"/proc/{walled.pid}/fd")) == before

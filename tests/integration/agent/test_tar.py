@@ -163,7 +163,7 @@ def test_hostile_entries_are_refused(walled: Wall, client: Client, what: str) ->
 
 
 def test_a_link_that_was_there_before_is_followed(walled: Wall, client: Client) -> None:
-    """The positive control of the refusals: the same name goes through where the link is the workload's own."""
+    """The positive control of the refusals: the name goes through where the link is the workload's own."""
     (walled.work / "in").mkdir(mode=0o777)
     (walled.work / "in").chmod(0o777)
     (walled.work / "real").mkdir()

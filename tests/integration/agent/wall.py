@@ -182,6 +182,11 @@ class Client:
                 return
             self.pending.append(frame)
 
+    def until_closed(self) -> None:
+        """Read to the end of the link. Raises EOFError there."""
+        while True:
+            self.receive()
+
     def close(self) -> None:
         """Hang up."""
         self.sock.close()
@@ -253,29 +258,34 @@ class Wall:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.path)
         listener.listen(128)
-        user = (
-            ()
-            if os.geteuid() == 0
-            else ("--user", f"--map-users={USER},{USER},1", f"--map-groups={USER},{USER},1")
-        )
-        if user:
-            user = ("--user", "--map-root-user")
+        user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
         uid = USER if os.geteuid() == 0 else 0
-        arguments = [
-            f"listen={listener.fileno()}",
-            f"uid={uid}",
-            f"gid={uid}",
-            f"workdir={self.work}",
-            *extra,
-        ]
-        names = {argument.split("=")[0] for argument in extra}
-        arguments = [a for i, a in enumerate(arguments) if i >= 4 or a.split("=")[0] not in names]
+        usual = {
+            "listen": str(listener.fileno()),
+            "uid": str(uid),
+            "gid": str(uid),
+            "workdir": str(self.work),
+        }
+        usual |= dict(argument.split("=", 1) for argument in extra)
+        arguments = [f"{key}={value}" for key, value in usual.items()]
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.work), "LANG": "C.UTF-8", **(env or {})}
+        spaces = ("--pid", "--mount", "--mount-proc", "--uts", "--net", "--ipc")
         self.process = subprocess.Popen(
-            [*prefix, "unshare", *user, "--fork", "--pid", "--mount", "--mount-proc", "--kill-child", "--uts", "--net",
-             "--ipc", "--", str(agent_path()), *arguments],
-            pass_fds=[listener.fileno(), *inherited(extra)], env=environment, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                *prefix,
+                "unshare",
+                *user,
+                "--fork",
+                *spaces,
+                "--kill-child",
+                "--",
+                str(agent_path()),
+                *arguments,
+            ],
+            pass_fds=[listener.fileno(), *inherited(extra)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
         listener.close()
         self.clients: list[Client] = []
 
