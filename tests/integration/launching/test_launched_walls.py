@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from ringfence.model.errors import HostLimit, LinkLost, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import CHILDREN_READY, privileged
 from ringfence.runtimes.contract import Bind, Disk, Exit, Health
+from ringfence.runtimes.launching.processes import ProcessRef
 
 needs_root = pytest.mark.skipif(not privileged(), reason="only root can do this")
 
@@ -283,8 +285,10 @@ async def open_files(made: Bench, expected: int | None = None) -> int:
     process = Path(f"/proc/{made.context.launcher.pid}")
     deadline = asyncio.get_running_loop().time() + 10
     while True:
-        kinds = [os.readlink(each) for each in (process / "fd").iterdir()]
-        count = len([kind for kind in kinds if not kind.startswith("user:")])
+        count = 0
+        for each in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                count += not os.readlink(each).startswith("user:")
         children = len((process / f"task/{process.name}/children").read_text().split())
         ready = not made.context.root or children == CHILDREN_READY + 1  # and the janitor
         if (ready and expected in (None, count)) or asyncio.get_running_loop().time() > deadline:
@@ -293,13 +297,14 @@ async def open_files(made: Bench, expected: int | None = None) -> int:
 
 
 async def test_a_failing_step_is_named_and_undone(jail: Bench) -> None:
+    await jail.runtime.destroy(await jail.start())
     before = await open_files(jail)
     for _ in range(5):
         with pytest.raises(StartFailed) as caught:
             await jail.start(binds=(Bind("/does/not/exist", "/data"),))
         assert caught.value.details == {"step": "bind", "errno": "ENOENT"}
         assert "/does/not/exist" in caught.value.message
-    assert not (jail.folder / "sb-0" / "guest.sock").exists()
+    assert not (jail.folder / "sb-1" / "guest.sock").exists()
     assert (await jail.run(await jail.start(), "echo still"))[1] == "still\n"
     await jail.runtime.destroy(jail.made[-1])
     assert await open_files(jail, before) == before
@@ -389,7 +394,6 @@ async def test_a_killed_owner_leaves_only_what_was_to_be_kept(any_bench: Bench) 
     import json
 
     from ringfence.runtimes.contract import Handle
-    from ringfence.runtimes.launching.processes import ProcessRef
 
     theirs = any_bench.folder / "theirs"
     theirs.mkdir(mode=0o711)
@@ -411,3 +415,72 @@ async def test_a_killed_owner_leaves_only_what_was_to_be_kept(any_bench: Bench) 
     ending = asyncio.create_task(any_bench.runtime.wait(kept))
     await any_bench.runtime.destroy(kept)
     assert await ending == Exit(signal=9), "its launcher outlived the owner and wrote down how it ended"
+
+
+def made_ahead(jail: Bench) -> tuple[list[int], int]:
+    """The launcher's children that wait for a wall, and its janitor."""
+    launcher = jail.context.launcher.pid
+    text = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
+    ours = os.readlink(f"/proc/{launcher}/ns/pid")
+    walls = {handle.pid for handle in jail.made}
+    waiting, janitors = [], []
+    for pid in map(int, text.split()):
+        if os.readlink(f"/proc/{pid}/ns/pid") == ours:
+            janitors.append(pid)
+        elif pid not in walls:
+            waiting.append(pid)
+    (janitor,) = janitors
+    return waiting, janitor
+
+
+def mounts(pid: int) -> dict[str, list[str]]:
+    """Mount point → file systems, of a process."""
+    found: dict[str, list[str]] = {}
+    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+        head, tail = line.split(" - ")
+        found.setdefault(head.split()[4], []).append(tail.split()[0])
+    return found
+
+
+@needs_root
+async def test_the_root_of_the_host_is_gone_before_anything_runs(jail: Bench) -> None:
+    """Also when the janitor, which detaches it, is stuck or dead."""
+    assert await jail.runtime.stats(await jail.start())
+    expected = mounts(jail.made[-1].pid)
+    assert expected["/"] == ["overlay"]
+    _, janitor = made_ahead(jail)
+    os.kill(janitor, signal.SIGSTOP)
+    try:
+        handle = await jail.start()
+        assert mounts(handle.pid) == expected
+    finally:
+        os.kill(janitor, signal.SIGCONT)
+    os.kill(janitor, signal.SIGKILL)
+    await ProcessRef.of(janitor).wait()
+    handle = await jail.start()
+    assert mounts(handle.pid) == expected
+    assert (await jail.run(handle, "ls /.."))[1] == (await jail.run(handle, "ls /"))[1]
+
+
+@needs_root
+async def test_what_is_made_ahead_is_not_needed(jail: Bench) -> None:
+    for _ in range(3):
+        waiting, _ = made_ahead(jail)
+        for pid in waiting:
+            os.kill(pid, signal.SIGKILL)
+        while any(os.path.exists(f"/proc/{pid}") for pid in waiting):
+            await asyncio.sleep(0.002)
+        handle = await jail.start()
+        assert (await jail.run(handle, "cat /proc/net/dev | grep -c :; tty; ls /proc/acpi | wc -l"))[0] == 0
+        assert (await jail.runtime.measure(handle)).network == "none"
+
+
+@needs_root
+async def test_walls_made_ahead_share_nothing(jail: Bench) -> None:
+    handles = [await jail.start() for _ in range(6)]
+    for name in ("mnt", "pid", "net", "ipc", "uts", "cgroup", "user", "time"):
+        inodes = {os.readlink(f"/proc/{handle.pid}/ns/{name}") for handle in handles}
+        assert len(inodes) == 6, name
+    await jail.run(handles[0], "echo mine > /tmp/mine; echo x > /dev/shm/mine; sleep 60 &")
+    for other in handles[1:]:
+        assert "mine" not in (await jail.run(other, "ls /tmp /dev/shm; cat /proc/[0-9]*/cmdline"))[1]
