@@ -31,7 +31,7 @@ spelling() {
     for command in $commands; do
         "$BIN/ringfence" "$command" --help > "$helps/$command.txt" || return 1
     done
-    "$BIN/codespell" "$helps"/*.txt ./*.md docs examples src scripts native tests
+    "$BIN/codespell" "$helps"/*.txt ./*.md docs examples src scripts native
 }
 
 check "format (ruff)" "$BIN/ruff" format --check

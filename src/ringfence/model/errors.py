@@ -42,8 +42,7 @@ class RingfenceError(Exception):
 
     def as_dict(self) -> dict[str, Any]:
         """The error as the API and ``--json`` print it: code, message, hint, details."""
-        return {"code": self.code, "message": self.message, "hint": self.hint,
-                "details": self.details}
+        return {"code": self.code, "message": self.message, "hint": self.hint, "details": self.details}
 
 
 class InvalidRequest(RingfenceError):

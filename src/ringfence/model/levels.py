@@ -33,13 +33,13 @@ class Boundary(str, Enum):
 class Cause(str, Enum):
     """Why a sandbox or the command it was made for came to its end. Measured on the host."""
 
-    EXITED = "exited"              # the command returned
-    SIGNALED = "signaled"          # the command died of a signal nobody here sent
-    KILLED = "killed"              # somebody asked for it: stop, destroy, Ctrl-C
+    EXITED = "exited"  # the command returned
+    SIGNALED = "signaled"  # the command died of a signal nobody here sent
+    KILLED = "killed"  # somebody asked for it: stop, destroy, Ctrl-C
     OUT_OF_MEMORY = "out_of_memory"
     DEADLINE = "deadline"
     CPU_TIME = "cpu_time"
     OUTPUT_LIMIT = "output_limit"
     IDLE = "idle"
-    NODE_LOST = "node_lost"        # the node service died, and an ephemeral sandbox with it
+    NODE_LOST = "node_lost"  # the node service died, and an ephemeral sandbox with it
     RUNTIME_CRASH = "runtime_crash"  # the wall's first process ended without being asked to

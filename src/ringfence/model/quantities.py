@@ -37,8 +37,10 @@ def parse_duration(text: str | int | float) -> float:
         return float(text)
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text), re.ASCII)
     rebuilt = re.sub(r"\s+", "", str(text))
-    if not parts or "".join(n + u for n, u in parts) != rebuilt or any(
-        u.lower() not in _TIMES for _, u in parts
+    if (
+        not parts
+        or "".join(n + u for n, u in parts) != rebuilt
+        or any(u.lower() not in _TIMES for _, u in parts)
     ):
         raise InvalidRequest(f"{text!r} is not a duration", hint="write 250ms, 30s, 10m, 2h or 1h30m")
     total = sum(float(n) * _TIMES[u.lower()] for n, u in parts)

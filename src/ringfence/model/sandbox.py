@@ -50,18 +50,18 @@ class EffectiveBoundary:
     runtime: str
     level: Level
     boundary: Boundary
-    kernel: str                      # release of the kernel that the workload's system calls reach
-    namespaces: tuple[str, ...]      # those that differ from the host's: user mnt pid net ipc uts cgroup time
+    kernel: str  # release of the kernel that the workload's system calls reach
+    namespaces: tuple[str, ...]  # those that differ from the host's: user mnt pid net ipc uts cgroup time
     user_namespace: bool
-    host_uid: int                    # the workload's user id as the host sees it
-    seccomp: str                     # disabled, strict or filter: /proc/PID/status
+    host_uid: int  # the workload's user id as the host sees it
+    seccomp: str  # disabled, strict or filter: /proc/PID/status
     no_new_privs: bool
-    capabilities: tuple[str, ...]    # effective ones of the workload, e.g. () or ("CAP_CHOWN",)
-    landlock: str                    # "abi N", "absent" or "not-applied"
-    lsm: str                         # AppArmor or SELinux label, or "absent"
-    network: str                     # none, egress, open
+    capabilities: tuple[str, ...]  # effective ones of the workload, e.g. () or ("CAP_CHOWN",)
+    landlock: str  # "abi N", "absent" or "not-applied"
+    lsm: str  # AppArmor or SELinux label, or "absent"
+    network: str  # none, egress, open
     limits: dict[str, str]
-    notes: tuple[str, ...] = ()      # what could not be had here, in words
+    notes: tuple[str, ...] = ()  # what could not be had here, in words
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -73,10 +73,10 @@ class FileChange:
     """One path that a run added, modified or deleted. ``path`` is surrogate-escaped if not UTF-8."""
 
     path: str
-    kind: str                        # added, modified, deleted
-    type: str                        # file, directory, symlink, other
-    size: int                        # bytes, 0 unless a file
-    digest: str | None               # "sha256:…" of a regular file
+    kind: str  # added, modified, deleted
+    type: str  # file, directory, symlink, other
+    size: int  # bytes, 0 unless a file
+    digest: str | None  # "sha256:…" of a regular file
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,15 @@ from ringfence.model.levels import Boundary, Level
 from ringfence.model.sandbox import EffectiveBoundary
 from ringfence.model.values import dataclass
 
-AGENT_UID = 64999   # the guest agent's own user inside, where the user map has room for it
-MAP_SIZE = 65536    # host user ids that one sandbox gets when the node is root
+AGENT_UID = 64999  # the guest agent's own user inside, where the user map has room for it
+MAP_SIZE = 65536  # host user ids that one sandbox gets when the node is root
 
 
 class Health:
     """Values of :attr:`Probe.health`."""
 
     HEALTHY = "healthy"
-    DEGRADED = "degraded"        # works, with something missing that ``reason`` names
+    DEGRADED = "degraded"  # works, with something missing that ``reason`` names
     UNAVAILABLE = "unavailable"
 
 
@@ -49,22 +49,22 @@ class Probe:
     version: str = ""
     reason: str = ""
     remedy: str = ""
-    vulnerabilities: tuple[str, ...] = ()   # known CVEs of this version
-    cold_start_ms: float | None = None      # of the probe's own run; orders runtimes by speed
+    vulnerabilities: tuple[str, ...] = ()  # known CVEs of this version
+    cold_start_ms: float | None = None  # of the probe's own run; orders runtimes by speed
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a driver can do on this host. A plain value; the committed tables compare with it."""
 
-    rootless: bool = False           # can start walls without being root
-    overlay: bool = False            # filesystem.root: overlay with changes readable from the host
-    user_zero: bool = False          # process.user: 0 as root of its own user namespace
-    mounts: bool = False             # host folders shown inside
+    rootless: bool = False  # can start walls without being root
+    overlay: bool = False  # filesystem.root: overlay with changes readable from the host
+    user_zero: bool = False  # process.user: 0 as root of its own user namespace
+    mounts: bool = False  # host folders shown inside
     pty: bool = True
-    ports: bool = True               # dial and listen inside
+    ports: bool = True  # dial and listen inside
     watch: bool = True
-    recover: bool = False            # a handle is good after the host process was killed
+    recover: bool = False  # a handle is good after the host process was killed
     disk_limit: bool = False
     pause: bool = False
     disk_snapshot: bool = False
@@ -149,7 +149,7 @@ class RootFs:
     binds: tuple[Bind, ...]
     disk: Disk
     readonly: bool = False
-    writable: tuple[str, ...] = ("/workspace", "/tmp", "/var/tmp", "/home/agent")
+    writable: tuple[str, ...] = ("/workspace", "/tmp", "/var/tmp", "/home/agent")  # noqa: S108 - inside
     read_write: tuple[str, ...] = ()
     read_only: tuple[str, ...] = ()
 
@@ -190,7 +190,7 @@ class StartSpec:
     network: str = "none"
     seccomp: str = "default"
     ephemeral: bool = True
-    memory: int = 0                  # bytes; drivers with own accounting (VMs) use it
+    memory: int = 0  # bytes; drivers with own accounting (VMs) use it
     cpus: float = 0
 
 
