@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _formatter)
         super().__init__(allow_abbrev=False, **options)
         self.takes_command = False
 
@@ -63,6 +64,19 @@ class Parser(argparse.ArgumentParser):
         return InvalidRequest(
             f"unknown {kind} {text}", hint=did_you_mean(text, names) or f"see `{self.prog} --help`"
         )
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Text as it was written, to the width of the terminal.
+
+    argparse would ask shutil, whose import (all compressions with it) costs more than argparse's own; and it
+    asks when the first argument is added, not only for help.
+    """
+    try:
+        width = int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(1).columns
+    except (OSError, ValueError):
+        width = 112
+    return argparse.RawDescriptionHelpFormatter(prog, width=max(width - 2, 40))
 
 
 def did_you_mean(text: str, names: Iterable[str]) -> str:

@@ -9,11 +9,9 @@ start waits for mkfs. Their blocks are reserved on the host: what is promised in
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -85,6 +83,8 @@ def _formatted(state: StateRoot, size: int, inodes: int) -> Path:
     path = state.disks / f"ext4-1-{size}-{inodes}.img"
     if path.exists():
         return path
+    import shutil  # late, as ctypes below: `ringfence run` seldom comes here and starts sooner without them
+
     program = shutil.which("mkfs.ext4") or shutil.which("mkfs.ext4", path="/usr/sbin:/sbin")
     if program is None:
         raise HostLimit(
@@ -136,6 +136,8 @@ def _reserve(file: int, size: int) -> None:
     if space.f_bavail * space.f_frsize < size + HOST_RESERVE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     # Not os.posix_fallocate: where the file system can't, glibc would write zeros for minutes.
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
     if libc.fallocate(file, 0, 0, size) == 0:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
 from pathlib import Path
 
 from ringfence.model.errors import HostLimit
@@ -135,8 +134,6 @@ class Ranges:
         """The range's wall is gone."""
         if number in self._held:
             self._free.append(number)
-        else:
-            self.release(number)
 
     def assign(self, number: int, sandbox: str) -> None:
         """From now on the lease is the sandbox's own: it outlives this node."""
@@ -145,16 +142,18 @@ class Ranges:
         os.rename(temporary, self._folder / str(number))
         self._held.discard(number)
 
-    def release(self, number: int) -> None:
-        """Remove the lease."""
-        self._held.discard(number)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._folder / str(number))
+    def release(self, number: int, holder: str) -> None:
+        """Remove a lease if it is that holder's: by now it may be somebody else's."""
+        path = self._folder / str(number)
+        with contextlib.suppress(OSError):
+            if os.readlink(path) == holder:
+                os.unlink(path)
 
     def close(self) -> None:
         """Give back every lease that no sandbox was assigned."""
-        for number in list(self._held):
-            self.release(number)
+        for number in self._held:
+            self.release(number, self._owner)
+        self._held.clear()
         self._free.clear()
 
     def sweep(self, dead: str) -> None:
@@ -165,7 +164,7 @@ class Ranges:
                 target = os.readlink(path)
             except OSError:
                 continue
-            if target == dead or name.endswith(dead):
+            if target == dead or name.endswith("." + dead):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
 
@@ -187,6 +186,8 @@ def identity_as_user(user: int) -> Identity:
     """The identity of a sandbox that a normal user starts: with subordinate ids if newuidmap is there."""
     uid, gid = os.geteuid(), os.getegid()
     capabilities = ROOT_CAPABILITIES if user == 0 else 0
+    import shutil
+
     if shutil.which("newuidmap") and shutil.which("newgidmap"):
         name = _user_name(uid)
         uids = _around(user, uid, subordinate_ranges("/etc/subuid", uid, name))

@@ -27,7 +27,6 @@ import errno
 import fcntl
 import itertools
 import os
-import shutil
 import stat
 from pathlib import Path
 
@@ -139,6 +138,8 @@ class StateRoot:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
+                        import shutil
+
                         shutil.rmtree(entry.path)
                     else:
                         os.unlink(entry.path)

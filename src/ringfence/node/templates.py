@@ -17,7 +17,6 @@ import errno
 import glob
 import hashlib
 import os
-import shutil
 import stat
 import time
 from pathlib import Path
@@ -131,6 +130,8 @@ class HostTemplate:
         )
 
     def _build(self, folder: Path, user: int) -> None:
+        import shutil  # late: built once a host, and `ringfence run` starts sooner without it
+
         work = self._state.templates / f".{folder.name}.{self._state.owner}"
         try:
             shutil.rmtree(work, ignore_errors=True)
@@ -262,6 +263,8 @@ def _copy(source: str, target: Path) -> None:
         for name in os.listdir(source):
             _copy(f"{source}/{name}", target / name)
     elif stat.S_ISREG(info.st_mode) and info.st_mode & 0o004 and info.st_size <= LARGEST:
+        import shutil
+
         with contextlib.suppress(PermissionError):
             shutil.copyfile(source, target)
             target.chmod(0o755 if info.st_mode & 0o111 else 0o644)
