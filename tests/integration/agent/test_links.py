@@ -8,6 +8,9 @@ import random
 import socket
 import struct
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from wall import (
@@ -313,3 +316,36 @@ def test_memory_failure_costs_the_operation_only() -> None:
                 return
             except (AgentError, EOFError, ConnectionError):
                 assert walled.alive()
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """A cgroup of 48 MiB without swap, for a bomb to go off in."""
+    top = Path("/sys/fs/cgroup/memory")
+    if not os.access(top / "cgroup.procs", os.W_OK):
+        pytest.skip("no memory cgroup of version 1 can be made here")
+    group = top / f"ringfence-agent-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(48 << 20))
+        yield group
+    finally:
+        while (group / "cgroup.procs").read_text():
+            time.sleep(0.01)
+        group.rmdir()
+
+
+def test_memory_pressure_kills_the_command_and_not_the_agent(memory_cgroup: Path) -> None:
+    joined = os.open(memory_cgroup / "cgroup.procs", os.O_WRONLY)
+    try:
+        with wall(f"cgroup={joined}") as walled:
+            client, other = walled.client(), walled.client()
+            for i in range(3):
+                channel = client.open(1, (1, f"bomb{i}"), *argv("python3", "-c", "x = bytearray(200 << 20)"))
+                client.reply(channel)
+                other.ping()
+                assert number(dict(parse(other.call(19, (1, "."))))[2]) == 2
+                assert follow(client, channel).exit[2] == 9
+            assert run(client, "after", "echo", "fine").out[1] == b"fine\n"
+    finally:
+        os.close(joined)
