@@ -20,7 +20,7 @@ class BareAgent:
     """One agent; ``folder`` is the workdir of its commands."""
 
     def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
-        self.base = Path(tempfile.mkdtemp(prefix="rf-agent-"))
+        self.base = Path(tempfile.mkdtemp(prefix="rf-bare-"))
         self.folder = self.base / "work"
         self.folder.mkdir()
         self.socket_path = self.base / "guest.sock"
