@@ -113,6 +113,11 @@ class Node:
                 self._context = await RuntimeContext.open(root=self.root)
             return self._context
 
+    @property
+    def creating(self) -> bool:
+        """Whether a start is under way."""
+        return self._creating > 0
+
     def names(self) -> list[str]:
         """Every runtime known on this host, built-in ones first."""
         from ringfence.runtimes import registry
@@ -324,10 +329,11 @@ class Node:
             await _until_removed(made.group)
         if made.journal is not None:
             made.journal.close()
-        if made.folder is not None:
-            self.state.give_folder(made.folder)
         if made.range is not None:
             self.ranges.give_back(made.range)
+            self.ranges.release(made.range, made.name)
+        if made.folder is not None:
+            self.state.give_folder(made.folder)
 
     def _limits(self, request: SandboxRequest, disk: Disk, has: Capabilities) -> dict[str, str]:
         enforced = self.cgroups.enforced()
@@ -391,9 +397,10 @@ class Node:
     def _forget(self, sandbox: NodeSandbox) -> None:
         number = sandbox.journal.record.get("range")
         sandbox.journal.close()
-        self.state.give_folder(sandbox.journal.folder)
         if isinstance(number, int):
             self.ranges.give_back(number)
+            self.ranges.release(number, sandbox.id)  # of a kept one; before the folder, which tells of it
+        self.state.give_folder(sandbox.journal.folder)
 
     def sandboxes(self) -> list[NodeSandbox]:
         """Sandboxes that this node holds: made or adopted here and not destroyed."""

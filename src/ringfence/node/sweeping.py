@@ -43,6 +43,8 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
     adopted: list[NodeSandbox] = []
     failures: list[RingfenceError] = []
     left: set[str] = set()
+    # Whether anybody else, or this node itself, may be making a sandbox at this moment.
+    busy = node.creating or bool(set(os.listdir(node.state.nodes)) - set(dead) - {node.state.owner})
     for group in _groups_of(node, dead):
         group.kill()
     for name in sorted(os.listdir(node.state.sandboxes)):
@@ -51,7 +53,7 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
         owner = str(journal.record.get("owner", "")) if journal else ""
         if owner not in dead and node.state.knows(owner):
             continue
-        if journal is None and _young(folder):
+        if journal is None and busy and _young(folder):
             left.update(dead)  # perhaps somebody is just about to write its intent: look again next time
             continue
         try:
@@ -152,10 +154,10 @@ async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -
     _unmount(folder)
     for device in disks.loop_devices(folder):
         disks.detach(device)
-    node.state.give_folder(folder)
     number = record.get("range")
     if isinstance(number, int):
-        node.ranges.release(number)
+        node.ranges.release(number, name)
+    node.state.give_folder(folder)
 
 
 def _groups_of(node: Node, dead: dict[str, int]) -> list[Group]:

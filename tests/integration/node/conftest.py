@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.service import Node
+from ringfence.node.state import StateRoot
+from ringfence.node.templates import HostTemplate
 from support.leaks import Leaks
 from support.nodes import ask, groups_of
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The host template, made once: it takes a second."""
+    state = StateRoot.open(tmp_path_factory.mktemp("template") / "state")
+    for user in (1000, 0):
+        HostTemplate(state).skeleton(user)
+    state.close()
+    return state.templates
+
+
+@pytest.fixture(autouse=True)
+def seeded(no_leaks: Leaks, template: Path) -> None:
+    """Every test's state root begins with the template."""
+    subprocess.run(["cp", "-al", str(template), f"{no_leaks.home}/templates"], check=True)
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_more_than_the_host_has_is_refused_and_nothing_is_taken(
 def test_without_mkfs_the_remedy_is_named(
     state: StateRoot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disks.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(HostLimit, match=r"mkfs\.ext4") as caught:
         disks.prepare(state, tmp_path, size(16 * MIB, 16 * MIB), root=True)
     assert "e2fsprogs" in caught.value.hint
@@ -128,7 +128,7 @@ def test_without_mkfs_the_remedy_is_named(
 def test_a_failing_mkfs_leaves_no_half_made_image(
     state: StateRoot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disks.shutil, "which", lambda *_, **__: "/bin/false")
+    monkeypatch.setattr("shutil.which", lambda *_, **__: "/bin/false")
     with pytest.raises(HostLimit, match=r"mkfs\.ext4 failed"):
         disks.prepare(state, tmp_path, size(16 * MIB, 16 * MIB), root=True)
     assert list(state.disks.iterdir()) == []

@@ -82,7 +82,9 @@ def test_closing_frees_all_but_those_of_kept_sandboxes(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / str(kept)) == "sb-kept"
     other = Ranges(tmp_path, "b")
     assert kept not in {other.take() for _ in range(100)}
-    other.give_back(kept)  # by whoever adopted and destroyed it
+    other.release(kept, "sb-other")
+    assert (tmp_path / str(kept)).is_symlink()  # not that one's
+    other.release(kept, "sb-kept")  # by whoever adopted and destroyed it
     assert not (tmp_path / str(kept)).is_symlink()
 
 
@@ -119,7 +121,7 @@ def test_maps_around_the_caller(user: int, caller: int, first: int, count: int) 
 
 
 def test_without_newuidmap_there_is_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identities.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     monkeypatch.setattr(os, "getegid", lambda: 99)
     identities.identity_as_user.cache_clear()
