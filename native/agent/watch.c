@@ -133,6 +133,12 @@ static bool add_tree(const char *root, const char *below, bool new_too)
     return all;
 }
 
+/* A file that file.write has not renamed yet: nobody asked for it. */
+static bool temporary(const char *name)
+{
+    return strncmp(name, ".rf-", 4) == 0 && strlen(name) == 20 && strspn(name + 4, "0123456789abcdef") == 16;
+}
+
 static void take(const char *root, const struct inotify_event *event, bool recursive)
 {
     if (event->mask & IN_Q_OVERFLOW) {
@@ -148,6 +154,12 @@ static void take(const char *root, const struct inotify_event *event, bool recur
         return;
     }
     bool folder = event->mask & IN_ISDIR;
+    static uint32_t renamed; /* by file.write: what moves in is new content, not a file that lay elsewhere */
+    if (event->len != 0 && !folder && temporary(event->name)) {
+        if (event->mask & IN_MOVED_FROM)
+            renamed = event->cookie;
+        return;
+    }
     if (event->mask & IN_DELETE_SELF) {
         if (place->path[0] == 0)
             tell("", DELETED, true);
@@ -158,6 +170,8 @@ static void take(const char *root, const struct inotify_event *event, bool recur
         return;
     unsigned kind = event->mask & IN_CREATE ? CREATED : event->mask & (IN_MODIFY | IN_CLOSE_WRITE) ? MODIFIED
                   : event->mask & IN_DELETE ? DELETED : event->mask & IN_ATTRIB ? ATTRIBUTES : MOVED;
+    if (kind == MOVED && event->cookie != 0 && event->cookie == renamed)
+        kind = MODIFIED;
     tell(path, kind, folder || event->len == 0);
     if (recursive && folder && event->mask & (IN_CREATE | IN_MOVED_TO) && !add_tree(root, path, event->mask & IN_CREATE))
         tell_overflow();

@@ -263,6 +263,9 @@ def test_watch(walled: Wall, client: Client) -> None:
     wait_for((b"new/h", 1, 0))
     (walled.work / "f").rename(walled.work / "f2")
     wait_for((b"f", 5, 0), (b"f2", 5, 0))
+    write(client, "w", b"atomically")
+    wait_for((b"w", 2, 0))
+    assert not any(path.startswith(b".rf-") for path, _, _ in seen), "the temporary file is not shown"
     (walled.work / "f2").unlink()
     wait_for((b"f2", 3, 0))
     client.send(CLOSE, channel)

@@ -298,12 +298,21 @@ class Wall:
     def connect(self) -> socket.socket:
         """A new raw link."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect(self.path)
+        try:
+            sock.connect(self.path)
+        except OSError:
+            sock.close()
+            raise
         return sock
 
     def client(self, hello: bool = True) -> Client:
         """A new link with its HELLO done."""
-        client = Client(self.connect(), hello)
+        sock = self.connect()
+        try:
+            client = Client(sock, hello)
+        except BaseException:
+            sock.close()
+            raise
         self.clients.append(client)
         return client
 
