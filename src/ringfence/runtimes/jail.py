@@ -229,7 +229,8 @@ def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
             lowers.append(_escaped(lower))
             continue
         plan.add("MKDIR", f"{stage}/l{index}", 0o700, NOBODY, NOBODY)
-        plan.add("BIND", lower, f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
+        # Real paths only: the launcher follows no links. Layers are the node's own, so nobody swaps them.
+        plan.add("BIND", os.path.realpath(lower), f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
         lowers.append(f"{stage}/l{index}")
     options = f"lowerdir={':'.join(lowers)},upperdir={stage}/upper,workdir={stage}/work"
     plan.add(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,25 @@ async def test_a_link_in_a_layer_does_not_lead_out(jail: Bench) -> None:
     handle = await jail.start(spec)
     assert (await jail.run(handle, f"ls -d /var/tmp/{name}/zoneinfo"))[0] == 0
     assert not os.path.lexists(f"/var/tmp/{name}")
+
+
+async def test_a_source_that_became_a_link_is_refused(jail: Bench) -> None:
+    real, link = jail.folder / "real", jail.folder / "link"
+    real.mkdir()
+    os.symlink(real, link)
+    with pytest.raises(StartFailed) as caught:
+        await jail.start(binds=(Bind(str(link), "/data"),))
+    assert caught.value.details == {"step": "bind", "errno": "ELOOP"}
+    assert "real path" in caught.value.hint
+
+
+async def test_layers_may_be_reached_through_a_link(jail: Bench) -> None:
+    """The state folder may lie below a link, as /home does on many hosts."""
+    spec = jail.spec()
+    os.symlink(Path(spec.root.lowers[0]).parent, jail.folder / "moved")
+    lower = str(jail.folder / "moved" / "skeleton")
+    handle = await jail.start(replace(spec, root=replace(spec.root, lowers=(lower,))))
+    assert (await jail.run(handle, "cat /etc/passwd"))[1].startswith("agent:")
 
 
 @pytest.mark.parametrize("name", ["jail", "bubblewrap"])

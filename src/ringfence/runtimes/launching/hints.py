@@ -63,6 +63,8 @@ def _hint(step: str, number: int, rootless: bool) -> str:
         return "the node may not move processes into its cgroup: delegate it, or run without limits by cgroup"
     if step in ("bind", "openat2") and number == errno.ENOENT:
         return "the folder to be shown inside does not exist on the host"
+    if step == "bind" and number == errno.ELOOP:
+        return "give the real path: a part of it is a symbolic link, or has just become one"
     if number == errno.ENOSYS:
         return "the kernel is too old: Linux 5.12 or later is needed"
     if step == "launcher":
