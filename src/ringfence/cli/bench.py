@@ -119,7 +119,8 @@ def main(options: argparse.Namespace) -> int:
         except KeyError:
             raise InvalidRequest(f"no static command for {os.uname().machine} yet") from None
         bench = Bench(QUICK if options.quick else FULL, program, options.only, quiet=options.json)
-        bench.prepare(names, folder)
+        if bench.wants("cold"):
+            bench.prepare(names, folder)
         try:
             asyncio.run(bench.runtimes(options.runtime or ["jail"]))
             if bench.wants("cli"):

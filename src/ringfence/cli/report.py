@@ -12,6 +12,7 @@ The document of ``ringfence run --json`` (one object on stdout; ``null`` where t
     stderr        streamed. The same for stderr and stderr_encoding
     changes       with --changes: [{path, kind, type, size, digest}]
     files_out     with --out: [{path, local, bytes, files}]; one that failed has "error" instead
+    warnings      what the policy allows and should be thought about
     owner, labels as asked for                   policy_digest     of the wall
 
 An error of Ringfence itself is ``{"error": {code, message, hint, details}}`` instead, exit code 125.

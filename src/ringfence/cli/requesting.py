@@ -93,6 +93,15 @@ def policy(options: argparse.Namespace) -> Policy:
     return result
 
 
+def warnings(options: argparse.Namespace, made: Policy) -> list[str]:
+    """What the policy allows and should be thought about; asked for where somebody wrote one."""
+    if not (options.policy or options.preset):
+        return []
+    from ringfence.model import policies
+
+    return list(policies.warnings(made))
+
+
 def mounts(options: argparse.Namespace, base: tuple[Mount, ...]) -> tuple[Mount, ...]:
     """The policy's mounts and those of ``--mount``, judged: each source as it was resolved then.
 

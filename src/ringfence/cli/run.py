@@ -9,23 +9,23 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ringfence.cli.options import configure
-from ringfence.cli.output import note, print_error, print_error_object, print_json
+from ringfence.cli.output import note, print_error, print_error_object, print_json, printable
+from ringfence.cli.signals import Signals
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator
 
+    from ringfence.cli.requesting import Transfer
     from ringfence.cli.streams import Sink, Source
     from ringfence.cli.terminal import RawTerminal
     from ringfence.cli.transfer import Destination
-    from ringfence.model.sandbox import FileChange
+    from ringfence.model.sandbox import FileChange, SandboxRequest
 
 __all__ = ["configure", "main"]
 
 MAIN = "main"  # id of the command among the sandbox's processes
-GRACE = 5.0  # seconds between SIGTERM and SIGKILL when we are told to stop
 LAST_WORDS = 1.0  # seconds a slow reader gets for the output of a sandbox that was killed
-FORWARDED = (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -37,6 +37,10 @@ def main(options: argparse.Namespace) -> int:
     request = requesting.request(options)
     files = requesting.files_in(options)
     outs = requesting.files_out(options)
+    warnings = requesting.warnings(options, request.policy)
+    if not options.quiet and not options.json:
+        for warning in warnings:
+            note("warning: " + printable(warning))
     aio = _import_asyncio(digests=options.changes)
     destinations: list[Destination] = []
     try:
@@ -45,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
 
             # Opened before the command runs: a workload that shares a folder with us can't move the ground.
             destinations += [Destination(out) for out in outs]
-        code: int = aio.run(Run(options, argv, request, files, destinations).main())
+        code: int = aio.run(Run(options, argv, request, files, destinations, warnings).main())
         return code
     finally:
         for destination in destinations:
@@ -78,23 +82,24 @@ class Run:
         self,
         options: argparse.Namespace,
         argv: tuple[str, ...],
-        request: Any,
-        files: Any,
+        request: SandboxRequest,
+        files: list[Transfer],
         outs: list[Destination],
+        warnings: list[str],
     ) -> None:
         self.options = options
         self.argv = argv
         self.request = request
         self.files = files
         self.outs = outs
+        self.warnings = warnings
         self.sandbox: Any = None
         self.process: Any = None
         self.raw: RawTerminal | None = None
         self.source: Source | None = None
         self.sinks: dict[int, Sink] = {}
         self.capture: dict[int, bytearray] | None = None
-        self.signalled = 0  # the signal that is to end us; 0: none
-        self.interrupts = 0
+        self.signals = Signals(self)
         self.task: asyncio.Task[int] | None = None
         self.measuring: asyncio.Task[Any] | None = None
         self.errands: set[asyncio.Task[Any]] = set()
@@ -106,19 +111,21 @@ class Run:
         from ringfence.node.service import Node
 
         self.task = asyncio.current_task()
-        self._catch_signals(asyncio.get_running_loop())
+        self.signals.catch(asyncio.get_running_loop())
         try:
             node = await Node.open(adopt=False)
             try:
+                if node.leftovers and not self.options.quiet:
+                    note(f"a dead run left something that can't be removed: {printable(node.leftovers)}")
                 return await self._in_sandbox(node)
             finally:
                 await node.close()
         except asyncio.CancelledError:
-            if not self.signalled:
+            if not self.signals.ending:
                 raise
             from ringfence.cli.report import Interrupted
 
-            raise Interrupted(self.signalled) from None
+            raise Interrupted(self.signals.ending) from None
         finally:
             for sink in self.sinks.values():
                 sink.close()
@@ -208,6 +215,7 @@ class Run:
 
             # While the command runs: its own user and capabilities can be read now.
             self.measuring = asyncio.ensure_future(self.sandbox.boundary())
+            self.measuring.add_done_callback(_seen)
 
     async def _boundary(self) -> Any:
         """The effective boundary; None if the wall came down before it could be looked at."""
@@ -232,7 +240,7 @@ class Run:
         await sink.write(output.data)
         if sink.broken and not before and self.process is not None and not self.sandbox.ended.done():
             # As in a shell's pipeline: who writes to nobody gets SIGPIPE.
-            self._errand(self.process.signal(signal.SIGPIPE, "group"))
+            self.errand(self.process.signal(signal.SIGPIPE, "group"))
 
     # -- what comes after the command ------------------------------------------------------------
 
@@ -283,6 +291,7 @@ class Run:
                     "labels": self.request.labels,
                     "policy_digest": self.request.policy.wall.digest(),
                     "kept": kept,
+                    "warnings": self.warnings,
                 }
             )
         else:
@@ -301,82 +310,19 @@ class Run:
     def _captured(self, stream: int) -> bytes | None:
         return None if self.capture is None else bytes(self.capture[stream])
 
-    # -- signals ---------------------------------------------------------------------------------
-
-    def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
-        loop.add_signal_handler(signal.SIGHUP, self._stop, signal.SIGHUP)
-        loop.add_signal_handler(signal.SIGTSTP, self._suspend)
-        loop.add_signal_handler(signal.SIGCONT, self._continue)
-        for number in FORWARDED:
-            loop.add_signal_handler(number, self._forward, number)
-        if self.options.interactive:
-            loop.add_signal_handler(signal.SIGWINCH, self._resize)
-
-    def _interrupt(self) -> None:
-        """The first Ctrl-C is the command's, the second one is for the whole sandbox."""
-        self.interrupts += 1
-        if self.process is None:
-            self._give_up(signal.SIGINT)
-        elif self.interrupts == 1:
-            self._forward(signal.SIGINT)
-        else:
-            self._errand(self.sandbox.stop(0))
-
-    def _stop(self, number: int) -> None:
-        if self.process is None:
-            self._give_up(number)
-        elif self.signalled:
-            self._errand(self.sandbox.stop(0))
-        else:
-            self.signalled = number
-            self._errand(self.sandbox.stop(GRACE))
-
-    def _give_up(self, number: int) -> None:
-        """No command to tell it to (not yet, or not any more): we are what is interrupted."""
-        self.signalled = number
-        if self.task is not None:
-            self.task.cancel()
-
-    def _forward(self, number: int) -> None:
-        if self.process is not None:
-            self._errand(self.process.signal(number, "group"))
-
-    def _suspend(self) -> None:
-        """Ctrl-Z: the command stops, then we do. Its deadline goes on meanwhile."""
-        if self.process is not None:
-            self._errand(self._suspend_after(self.process))
-        else:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    async def _suspend_after(self, process: Any) -> None:
-        await process.signal(signal.SIGSTOP, "group")
-        if self.raw is not None:
-            self.raw.restore()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def _continue(self) -> None:
-        if self.raw is not None:
-            self.raw.resume()
-        if self.source is not None:
-            self.source.resume()
-        if self.process is not None:
-            self._errand(self.process.signal(signal.SIGCONT, "group"))
-
-    def _resize(self) -> None:
-        from ringfence.cli.terminal import window_size
-
-        if self.process is not None:
-            self._errand(self.process.resize(*window_size(0, 1, 2)))
-
-    def _errand(self, coroutine: Any) -> None:
+    def errand(self, coroutine: Any) -> None:
         """Do it beside the rest. That the command has ended meanwhile is no error."""
         import asyncio
 
         task = asyncio.ensure_future(_quietly(coroutine))
         self.errands.add(task)
         task.add_done_callback(self.errands.discard)
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """Whoever awaits the task gets its error; if nobody does, it is no news either."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _quietly(coroutine: Any) -> None:
