@@ -33,6 +33,11 @@ def needs(*capabilities: str) -> pytest.MarkDecorator:
     return pytest.mark.ringfence_needs(*capabilities)
 
 
+def only(*runtimes: str) -> pytest.MarkDecorator:
+    """Run the test on these runtimes only: it is about something that no other has."""
+    return pytest.mark.ringfence_only(*runtimes)
+
+
 def who() -> str:
     """The column of the tables that this process belongs to: ``root`` or ``user``."""
     return "root" if os.geteuid() == 0 else "user"
@@ -65,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Markers, and the counters of this session."""
     config.addinivalue_line("markers", "ringfence_needs(*capabilities): what the runtime must be able to do")
+    config.addinivalue_line("markers", "ringfence_only(*runtimes): the only runtimes that it is about")
     config.stash[_COUNTS] = {}
 
 
@@ -77,6 +83,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from ringfence.conformance.tables.capabilities import RUNTIMES
 
         chosen = list(RUNTIMES)
+    for mark in metafunc.definition.iter_markers("ringfence_only"):
+        chosen = [name for name in chosen if name in mark.args]
     metafunc.parametrize("ringfence_runtime", chosen)
 
 
@@ -114,6 +122,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.longrepr = f"a skip that no committed table lists: {reason}"
 
 
+def _names(item: pytest.Item) -> list[str]:
+    return list(getattr(item, "fixturenames", ()))
+
+
 class _Counting:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -124,6 +136,11 @@ class _Counting:
             self.report.write_text("")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        # A test that is about none of the chosen runtimes is not there at all, rather than skipped.
+        nobodys = [i for i in items if "ringfence_runtime" in _names(i) and runtime_of(i) is None]
+        if nobodys:
+            self.config.hook.pytest_deselected(items=nobodys)
+            items[:] = [item for item in items if item not in nobodys]
         self.items = {item.nodeid: name for item in items if (name := runtime_of(item)) is not None}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
