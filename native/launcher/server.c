@@ -36,7 +36,7 @@ struct cached {
     uint8_t maps[4 * sizeof(struct id_map)];
 };
 
-enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS, READY_MAX = 64 };
+enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS, READY_MAX = 64, QUIET_MS = 3 };
 
 static struct child children[CHILDREN_MAX];
 static unsigned highest; /* one past the highest slot in use */
@@ -602,8 +602,10 @@ int serve(int socket)
         return error;
     while (busy()) {
         struct epoll_event ready[32];
-        /* Children are made ahead only while nobody waits for anything. */
-        int count = epoll_wait(events, ready, 32, waiting < wanted ? 0 : -1), ended = 0;
+        /* Children are made ahead while nothing else happens: a start's last millisecond needs the processors,
+         * too. When none is left the next start would take longer, so then at once. */
+        int pause = waiting >= wanted ? -1 : waiting ? QUIET_MS : 0;
+        int count = epoll_wait(events, ready, 32, pause), ended = 0;
         if (count < 0 && errno != EINTR)
             return errno;
         if (!count)
