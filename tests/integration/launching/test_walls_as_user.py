@@ -85,7 +85,8 @@ def test_subordinate_ids_give_the_agent_a_user_of_its_own(public: Path) -> None:
         binds += f" && mount --bind {public}/{name} /etc/{name}"
     result = subprocess.run(
         ["unshare", "-m", "sh", "-c",
-         f'{binds} && exec setpriv --reuid={USER} --regid={USER} --clear-groups "$@"', "sh", sys.executable, "-c", SCENARIO],
+         f'{binds} && exec setpriv --reuid={USER} --regid={USER} --clear-groups "$@"',
+         "sh", sys.executable, "-c", SCENARIO],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{public}/src:{public}"},
         cwd=public,
         capture_output=True,
