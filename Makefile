@@ -53,9 +53,10 @@ fuzz: ## every parser's fuzzer for FUZZ_SECONDS (20) each
 	@scripts/setup.sh fuzz
 	@$(MAKE) -C native fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) 2>&1 | grep -vE '# Uses: [0-9]+$$|^###### '
 
-sanitize: ## the native programs with AddressSanitizer and UBSan (native/build/sanitize)
+sanitize: ## the agent with AddressSanitizer and UBSan, through its own tests (make test does it for the launcher)
 	@scripts/setup.sh test
 	@$(MAKE) -s -C native sanitize
+	@RINGFENCE_AGENT=$(CURDIR)/native/build/sanitize/ringfence-agent $(PYTHON) -m pytest -q tests/integration/agent
 
 wheel: ## a wheel with both native programs, into dist/
 	@scripts/setup.sh test
