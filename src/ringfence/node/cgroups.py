@@ -282,15 +282,18 @@ class Group:
 
     def renew(self, most: int) -> bool:
         """Make an empty group of version 1 as good as new; False if more than ``most`` bytes stick to it."""
-        base = self._base.get("memory")
-        if base is None or (self.memory_now() or 0) > most:
+        base, limits = self._base.get("memory"), self.limits
+        peak = self.memory_peak()
+        if base is None or limits is None or peak is None or (self.memory_now() or 0) > most:
             return False
+        if peak >= limits.memory // 2:
+            # Only who came near the limit can have lost a process to it: else that counter stands still.
+            self.oom_before += self.oom_kills() or 0
         try:
             _write(f"{base}/memory.max_usage_in_bytes", "0")
         except OSError:
             return False
         self._cpu_before = self._cpu_total() or 0.0
-        self.oom_before += self.oom_kills() or 0
         return True
 
     def is_empty(self) -> bool:
@@ -425,11 +428,10 @@ def _detect_v1(v1: dict[str, tuple[str, str]], v2: tuple[str, str] | None, own: 
             roots[name] = root
         else:
             refused.append(root)
-    if v2 is not None:
-        root = v2[0] if user == 0 else f"{v2[0]}/{NAME}-{user}"
-        # cpu.stat and cgroup.kill without controllers: since Linux 4.18 and 5.14.
-        if _usable(root) and os.path.exists(f"{root}/cpu.stat"):
-            roots["unified"] = root
+    # Version 2 lets only root move a process from anywhere: a normal user's would need a common ancestor.
+    # cpu.stat and cgroup.kill without controllers: since Linux 4.18 and 5.14.
+    if v2 is not None and user == 0 and _usable(v2[0]) and os.path.exists(f"{v2[0]}/cpu.stat"):
+        roots["unified"] = v2[0]
     if "unified" not in roots and "cpuacct" in v1:
         root = v1["cpuacct"][0] if user == 0 else f"{v1['cpuacct'][0]}/{NAME}-{user}"
         if _usable(root):
@@ -438,7 +440,7 @@ def _detect_v1(v1: dict[str, tuple[str, str]], v2: tuple[str, str] | None, own: 
         roots["blkio"] = v1["blkio"][0]
     if "memory" not in roots:
         remedy = (
-            "as root: for h in memory pids cpu unified; do mkdir -p "
+            "as root: for h in memory pids cpu cpuacct; do mkdir -p "
             f"/sys/fs/cgroup/$h/{NAME}-{user} && chown -R {user} /sys/fs/cgroup/$h/{NAME}-{user}; done"
             if user
             else "mount the cgroup hierarchies writable"
@@ -532,29 +534,32 @@ def _write(path: str, text: str) -> None:
 
 
 def _words(path: str) -> list[str]:
+    return _read(path).decode(errors="replace").split()
+
+
+def _read(path: str) -> bytes:
+    """The first page of a kernel file, empty if it can't be read: without the layers of ``open``."""
     try:
-        with open(path) as file:
-            return file.read().split()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return []
+        return b""
+    try:
+        return os.read(file, 4096)
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
 
 
 def _number(path: str) -> int | None:
-    try:
-        with open(path) as file:
-            text = file.read().strip()
-    except OSError:
-        return None
+    text = _read(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _counter(path: str, name: str) -> int | None:
-    try:
-        with open(path) as file:
-            for line in file:
-                key, _, value = line.partition(" ")
-                if key == name:
-                    return int(value)
-    except OSError:
-        pass
+    wanted = name.encode()
+    for line in _read(path).splitlines():
+        key, _, value = line.partition(b" ")
+        if key == wanted:
+            return int(value)
     return None

@@ -182,13 +182,16 @@ def identity_as_root(number: int, user: int) -> Identity:
 
 
 @functools.lru_cache(maxsize=16)
-def identity_as_user(user: int) -> Identity:
-    """The identity of a sandbox that a normal user starts: with subordinate ids if newuidmap is there."""
+def identity_as_user(user: int, *, single: bool = False) -> Identity:
+    """The identity of a sandbox that a normal user starts: with subordinate ids if newuidmap is there.
+
+    ``single``: with the caller's own id only; a version 1 cgroup of the caller's takes no other's processes.
+    """
     uid, gid = os.geteuid(), os.getegid()
     capabilities = ROOT_CAPABILITIES if user == 0 else 0
     import shutil
 
-    if shutil.which("newuidmap") and shutil.which("newgidmap"):
+    if not single and shutil.which("newuidmap") and shutil.which("newgidmap"):
         name = _user_name(uid)
         uids = _around(user, uid, subordinate_ranges("/etc/subuid", uid, name))
         gids = _around(user, gid, subordinate_ranges("/etc/subgid", uid, name))
@@ -202,11 +205,11 @@ def identity_as_user(user: int) -> Identity:
                 capabilities=capabilities,
                 gid_maps=() if gids == uids else gids,
             )
-    single = (IdMap(user, uid, 1),)
+    own = (IdMap(user, uid, 1),)
     return Identity(
         uid=user,
         gid=user,
-        maps=single,
+        maps=own,
         agent_uid=user,
         capabilities=capabilities,
         gid_maps=() if gid == uid else (IdMap(user, gid, 1),),

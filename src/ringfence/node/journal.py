@@ -82,7 +82,7 @@ class Journal:
                 # A torn last line of a killed writer must not swallow ours.
                 line = line if create else b"\n" + line
                 self._file = os.open(
-                    self.folder / NAME, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
+                    f"{self.folder}/{NAME}", flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
                 )
             written = os.write(self._file, line)
             if written != len(line):

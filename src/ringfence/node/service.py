@@ -29,7 +29,7 @@ from ringfence.node.supervising import Watched
 from ringfence.node.templates import HostTemplate
 from ringfence.runtimes.context import RuntimeContext, privileged
 from ringfence.runtimes.contract import Capabilities, Disk, Handle, Probe, RootFs, Runtime, StartSpec
-from ringfence.runtimes.launching.processes import boot_id
+from ringfence.runtimes.launching.processes import birth_of, boot_id
 
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
@@ -74,6 +74,7 @@ class Node:
         self._sandboxes: dict[str, NodeSandbox] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._launcher_ref: list[int] | None = None
         self._creating = 0
         self._created = asyncio.Event()  # set when no create is under way
         self._created.set()
@@ -112,6 +113,13 @@ class Node:
             if self._context is None:
                 self._context = await RuntimeContext.open(root=self.root)
             return self._context
+
+    async def _launcher(self) -> list[int]:
+        """Pid and birth of our launcher: below it lives what we started, should we die before we know of it."""
+        pid = (await self.context()).launcher.pid
+        if self._launcher_ref is None or self._launcher_ref[0] != pid:
+            self._launcher_ref = [pid, birth_of(pid) or 0]
+        return self._launcher_ref
 
     @property
     def creating(self) -> bool:
@@ -264,6 +272,7 @@ class Node:
             "boot": self.boot,
             "runtime": runtime.name,
             "keep": request.keep,
+            "launcher": await self._launcher(),
             "range": made.range,
             "started": started,
             "deadline": deadline,
@@ -276,7 +285,7 @@ class Node:
         disk = disks.prepare(self.state, folder, size, root=self.root)
         root = self.template.root(policy.wall.filesystem, process.user, disk, folder)
         if made.range is None:
-            identity = identities.identity_as_user(process.user)
+            identity = identities.identity_as_user(process.user, single=self.cgroups.mode in ("v1", "hybrid"))
         else:
             identity = identities.identity_as_root(made.range, process.user)
             if request.keep:

@@ -109,10 +109,10 @@ class StateRoot:
                 self._spare = os.listdir(self.spare)
             while self._spare:
                 # rename(2) would replace an empty folder of that name; a living sandbox's is never empty.
-                if folder.exists():
+                if os.path.lexists(folder):
                     break
                 try:
-                    os.rename(self.spare / self._spare.pop(), folder)
+                    os.rename(f"{self.spare}/{self._spare.pop()}", folder)
                 except FileNotFoundError:
                     continue  # another node took it
                 except OSError as error:
@@ -147,7 +147,7 @@ class StateRoot:
                 os.rmdir(folder)
                 return
             name = f"{self.owner}.{next(_counter)}"
-            os.rename(folder, self.spare / name)
+            os.rename(folder, f"{self.spare}/{name}")
             self._spare.append(name)
         except FileNotFoundError:
             return

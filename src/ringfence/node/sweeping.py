@@ -22,6 +22,7 @@ from ringfence.node.journal import (
     HANDLE,
     Journal,
     handle_from_json,
+    read,
     request_from_json,
 )
 from ringfence.node.sandboxes import NodeSandbox
@@ -142,7 +143,8 @@ async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -
             group.kill()
             if handle is not None and handle.boot_id == node.boot:
                 supervising.kill_process(handle)
-            _kill_strays(name)
+            if handle is None:
+                _kill_strays(node, record)
             if handle is not None:
                 with contextlib.suppress(RingfenceError, ImportError):
                     runtime = await node.runtime(handle.runtime)
@@ -177,33 +179,39 @@ async def _wait_removed(group: Group) -> None:
         await asyncio.sleep(0.002)
 
 
-def _kill_strays(name: str) -> None:
-    """Without cgroup and handle (killed between the start and the journal) a wall is found by its id.
+def _kill_strays(node: Node, record: dict[str, Any]) -> None:
+    """Kill a wall that was started, but whose node died before it could write down the handle.
 
-    The agent has it in its environment or arguments.
+    It lives below the dead node's launcher (which waits for walls that shall outlive their node), and is
+    none of those that a journal knows.
     """
-    mark = name.encode()
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        process = ProcessRef.of(int(entry))
-        if _is_agent(entry, mark):
-            supervising.kill_process(Handle("", 0, name, "", *process))
-
-
-def _is_agent(pid: str, mark: bytes) -> bool:
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            command = file.read(65536)
-    except OSError:
-        return False
-    if not command.startswith(b"ringfence-agent\0"):
-        return False
-    if mark in command:
-        return True
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        return mark in file.read(65536)
-    return False
+        pid, birth = record["launcher"]
+        launcher = ProcessRef(pid, birth, node.boot)
+    except (KeyError, TypeError, ValueError):
+        return
+    if not launcher.alive():
+        return
+    known = set()
+    for name in os.listdir(node.state.sandboxes):
+        other = read(node.state.sandboxes / name) or {}
+        with contextlib.suppress(KeyError, TypeError):
+            known.add(other["handle"]["pid"])
+    for pid in supervising.tree(launcher.pid)[1:]:
+        if _parent(pid) != launcher.pid:
+            continue
+        everybody = [ProcessRef.of(each) for each in supervising.tree(pid)]
+        if known.isdisjoint(each.pid for each in everybody):
+            for each in everybody:
+                supervising.kill_process(Handle("", 0, "", "", *each))
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _unmount(folder: Path) -> None:

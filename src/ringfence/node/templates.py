@@ -81,6 +81,7 @@ class HostTemplate:
     def __init__(self, state: StateRoot) -> None:
         self._state = state
         self._known: dict[int, tuple[float, str]] = {}
+        self._roots: dict[tuple[Filesystem, int, Disk], tuple[str, RootFs]] = {}
 
     def skeleton(self, user: int) -> str:
         """The lower layer for sandboxes whose workload is ``user``; made if missing.
@@ -106,6 +107,9 @@ class HostTemplate:
             HostLimit: the disk is full, or the folder can't be written.
         """
         skeleton = self.skeleton(user)
+        usual = self._roots.get((files, user, disk))
+        if usual is not None and usual[0] == skeleton:
+            return usual[1]
         binds = [*system_binds()]
         lowers: tuple[str, ...] = (skeleton,)
         extra = [p for p in (*files.read_write, *files.read_only) if not os.path.lexists(skeleton + p)]
@@ -119,7 +123,7 @@ class HostTemplate:
             except OSError as error:
                 raise host_limit(error, f"make mount points in {folder}") from error
             lowers = (points, skeleton)
-        return RootFs(
+        made = RootFs(
             lowers=lowers,
             binds=tuple(binds),
             disk=disk,
@@ -128,6 +132,9 @@ class HostTemplate:
             read_write=files.read_write,
             read_only=files.read_only,
         )
+        if len(lowers) == 1 and disk.kind == "tmpfs":  # nothing in it is this sandbox's alone
+            self._roots = {(files, user, disk): (skeleton, made)}
+        return made
 
     def _build(self, folder: Path, user: int) -> None:
         import shutil  # late: built once a host, and `ringfence run` starts sooner without it

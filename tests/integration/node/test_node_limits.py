@@ -186,7 +186,7 @@ async def test_a_fork_bomb_hits_its_limit_and_the_agent_answers(one: Make) -> No
         break
     assert number == 11  # EAGAIN
     assert made < 24 + 64
-    assert (await (await sandbox.link()).stats()).processes >= 0
+    await (await sandbox.link()).ping()
     await sandbox.destroy()
 
 
