@@ -1,0 +1,1 @@
+"""The command line, the README and the demo as a user meets them."""
