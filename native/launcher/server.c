@@ -1,4 +1,5 @@
 #include "embryo.h"
+#include "files.h"
 #include "janitor.h"
 #include "server.h"
 #include "steps.h"
@@ -30,19 +31,11 @@ struct child {
     char *exit_file;
 };
 
-struct cached {
-    int fd;
-    uint32_t length;
-    uint8_t maps[4 * sizeof(struct id_map)];
-};
-
-enum { CACHED_MAX = 256, TAG_SOCKET = 1 << 30, TAG_SIGNALS, READY_MAX = 64, QUIET_MS = 3 };
+enum { TAG_SOCKET = 1 << 30, TAG_SIGNALS, READY_MAX = 64, QUIET_MS = 3 };
 
 static struct child children[CHILDREN_MAX];
 static unsigned highest; /* one past the highest slot in use */
 static struct slot *slots;
-static struct cached cache[CACHED_MAX];
-static unsigned cache_next;
 static int node = -1, events = -1;
 
 /* The prelude, and how many children that have done it are to be kept. */
@@ -122,45 +115,6 @@ static void release(struct child *child)
     memset(child, 0, sizeof *child);
     while (highest && children[highest - 1].state == FREE)
         highest--;
-}
-
-/* A user namespace with these maps: kept, since every sandbox of a host uid range asks for the same. */
-static int cached_userns(const struct step *maps)
-{
-    if (maps->length > sizeof cache[0].maps)
-        return -E2BIG;
-    for (unsigned i = 0; i < CACHED_MAX; i++)
-        if (cache[i].length && cache[i].length == maps->length && !memcmp(cache[i].maps, maps->bytes, maps->length))
-            return cache[i].fd;
-    int fd = userns_make(maps);
-    if (fd < 0)
-        return fd;
-    struct cached *entry = &cache[cache_next++ % CACHED_MAX];
-    if (entry->length)
-        close(entry->fd);
-    entry->fd = fd;
-    entry->length = maps->length;
-    memcpy(entry->maps, maps->bytes, maps->length);
-    return fd;
-}
-
-/* Field 22 of /proc/PID/stat. Read here, while the child is busy: the node would have to wait for it. */
-static uint64_t birth_of(int pid)
-{
-    char text[512], *at;
-    snprintf(text, sizeof text, "/proc/%d/stat", pid);
-    int fd = open(text, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return 0;
-    ssize_t size = read(fd, text, sizeof text - 1);
-    close(fd);
-    text[size > 0 ? size : 0] = 0;
-    if (!(at = strrchr(text, ')')))
-        return 0;
-    for (int field = 2; field < 22; field++)
-        if (!(at = strchr(at + 1, ' ')))
-            return 0;
-    return strtoull(at + 1, NULL, 10);
 }
 
 static void let_go(unsigned index)
@@ -259,7 +213,7 @@ static int read_order(const struct plan *plan, const int *descriptors, struct or
         case OP_EXIT_FILE: order->exit_file = step->text[0]; break;
         case OP_MAPS: order->maps = step; break;
         case OP_USERNS:
-            order->userns = cached_userns(step);
+            order->userns = userns_cached(step);
             if (order->userns < 0)
                 return -order->userns;
             break;
@@ -423,18 +377,6 @@ static void helper_ended(const struct child *helper, int status)
     } else if (--child->helpers == 0) {
         let_go(helper->helps);
     }
-}
-
-static void record_exit(const char *path, int status)
-{
-    char text[16];
-    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd < 0)
-        return; /* the sandbox's folder is gone: nobody will ask */
-    int size = snprintf(text, sizeof text, "%d\n", status);
-    if (write(fd, text, (size_t)size) != size)
-        unlink(path);
-    close(fd);
 }
 
 static void reap(void)

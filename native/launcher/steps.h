@@ -44,6 +44,9 @@ int run_steps(struct run *run, unsigned mark);
 /* Makes a user namespace with these maps, no nested ones allowed; a descriptor, or -errno. */
 int userns_make(const struct step *maps);
 
+/* The same, kept for the next time: every sandbox of a host uid range asks for the same maps. Not the caller's to close. */
+int userns_cached(const struct step *maps);
+
 /* Writes the maps of `pid`'s new user namespace; 0 or errno. */
 int userns_write_maps(int pid, const struct step *maps, int deny_setgroups);
 
