@@ -114,9 +114,9 @@ def explain(end: End, policy: Policy) -> str:
         Cause.NODE_LOST: "the node service died, and the sandbox with it",
         Cause.RUNTIME_CRASH: "the sandbox's first process ended without being asked to",
     }[end.cause]
-    if end.detail and end.cause in (Cause.KILLED, Cause.NODE_LOST, Cause.RUNTIME_CRASH):
-        text += f" ({end.detail})"
-    return text
+    if end.cause in (Cause.NODE_LOST, Cause.RUNTIME_CRASH):
+        return end.detail or text
+    return f"{text} ({end.detail})" if end.detail and end.cause is Cause.KILLED else text
 
 
 def change_lines(changes: list[FileChange]) -> list[str]:
