@@ -55,7 +55,9 @@ _NAMESPACES = (
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
+BYTES_PER_INODE = 8192  # of /dev/shm, as of a sandbox's disk
 SECRETS_SIZE = 1 << 20
+MOST_SECRETS = 1024
 _LISTEN_FD = 3
 
 
@@ -261,8 +263,11 @@ def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
         if root
         else f",uid={identity.agent_uid}"
     )
-    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
-    plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, f"size={SECRETS_SIZE},mode=0755{owner}")
+    # An empty file takes a kilobyte of the kernel's memory and none of the size.
+    inodes = f"nr_inodes={shm // BYTES_PER_INODE}"
+    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},{inodes},mode=1777")  # noqa: S108
+    options = f"size={SECRETS_SIZE},nr_inodes={MOST_SECRETS},mode=0755{owner}"
+    plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, options)
     if not root:
         plan.extend(_proc_covers())
     if files.readonly:

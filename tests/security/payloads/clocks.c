@@ -1,5 +1,6 @@
 /* Names and clocks. Every value set is the value that is there, so that nothing changes where it works. */
 #include "verdict.h"
+#include <sched.h>
 #include <sys/timex.h>
 #include <sys/time.h>
 #include <time.h>
@@ -25,7 +26,8 @@ int main(int argc, char **argv) {
         if (syscall(SYS_clock_settime, CLOCK_REALTIME, &t) == 0 || errno == EINVAL) succeeded();
         denied(errno);
     }
-    if (IS("timens-offsets")) { /* an offset of nothing */
+    if (IS("timens-offsets")) { /* an offset of nothing, in a namespace of its own if it can have one */
+        unshare(0x80 /* CLONE_NEWTIME */);
         int fd = open("/proc/self/timens_offsets", O_WRONLY);
         if (fd < 0) denied(errno);
         call(write(fd, "monotonic 0 0\n", 14));
