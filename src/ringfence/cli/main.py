@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False  # typing is not imported for a type or two
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 # name: (module, what the command list says)
 COMMANDS = {
     "run": ("run", "run one command in a sandbox of its own"),
@@ -24,11 +28,10 @@ FAILED = 125  # Ringfence's own failure, as docker and env use it: the command's
 USAGE = "usage: ringfence COMMAND [options]"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints at most one error message, never a traceback
     (unless ``RINGFENCE_DEBUG=1``).
     """
-    arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         if len(arguments) > 1 and arguments[0] == "help":
             return main([arguments[1], "--help"])
@@ -47,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return _report(error, _wants_json(arguments))
 
 
-def entry() -> None:
+def entry() -> NoReturn:
     """The console script. Leaves without the interpreter's tear-down, which costs as much as a sandbox."""
     for descriptor in (0, 1, 2):
         # Started with a standard stream closed (`<&-`): its number would go to the next socket we open, and
@@ -56,7 +59,7 @@ def entry() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    code = main()
+    code = main(sys.argv[1:])
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
