@@ -115,7 +115,7 @@ class Node:
             return self._context
 
     async def _launcher(self) -> list[int]:
-        """Pid and birth of our launcher: below it lives what we started, should we die before we know of it."""
+        """Pid and birth of our launcher: below it lives what we started and never heard of, should we die."""
         pid = (await self.context()).launcher.pid
         if self._launcher_ref is None or self._launcher_ref[0] != pid:
             self._launcher_ref = [pid, birth_of(pid) or 0]
