@@ -46,7 +46,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "ENOENT": "mount namespace: not there",
         "EACCES": "no right to trace the agent, so /proc/1 is closed",
     },
-    "read a readable file of another user": FILES,
+    "read a file that everybody may read": FILES,
     "read the host's password hashes": FILES,
     "find and kill a process of the host": {"": "pid namespace: not there"},
     "connect to a server on the host": {"ECONNREFUSED": "network namespace: a loopback of its own"},

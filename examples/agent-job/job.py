@@ -277,7 +277,7 @@ def attack(config_path: str, out: str) -> None:
     attempts = {
         "read a secret of the host": lambda: read_file(config["secret"]),
         "… through /proc and a symlink": lambda: through_links(config["secret"]),
-        "read a readable file of another user": lambda: read_file(config["neighbour"]),
+        "read a file that everybody may read": lambda: read_file(config["neighbour"]),
         "read the host's password hashes": lambda: read_file("/etc/shadow"),
         "find and kill a process of the host": lambda: find_process(config["marker"]),
         "connect to a server on the host": lambda: connect(socket.AF_INET, socket.SOCK_STREAM, loopback),

@@ -19,7 +19,7 @@ import demo  # noqa: E402
 HARMLESS = [
     "read a secret of the host",
     "… through /proc and a symlink",
-    "read a readable file of another user",
+    "read a file that everybody may read",
     "find and kill a process of the host",
     "connect to a server on the host",
     "… by its abstract unix socket",
