@@ -77,9 +77,11 @@ def _dispatch(arguments: list[str]) -> int:
         raise unknown_command(name, list(COMMANDS))
     from importlib import import_module
 
+    module = import_module("ringfence.cli." + COMMANDS[name][0])
+    if name == "run" and (quick := module.parse_quickly(arguments[1:])) is not None:
+        return int(module.main(quick))
     from ringfence.cli.parsing import Parser
 
-    module = import_module("ringfence.cli." + COMMANDS[name][0])
     parser = Parser(prog="ringfence " + name)
     module.configure(parser)
     options = parser.parse_command_line(arguments[1:])

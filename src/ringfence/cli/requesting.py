@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.levels import Level
@@ -13,6 +12,9 @@ from ringfence.model.policy import MIB, Mount, Policy, Resources
 from ringfence.model.quantities import format_size, parse_duration, parse_size
 from ringfence.model.sandbox import Owner, SandboxRequest
 from ringfence.model.values import dataclass
+
+if TYPE_CHECKING:
+    import argparse
 
 SMALLEST_MEMORY = 8 * MIB  # a shell and a small program; the node refuses less
 

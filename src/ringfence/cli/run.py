@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ringfence.cli.options import configure
+from ringfence.cli.options import configure, parse_quickly
 from ringfence.cli.output import note, print_error, print_error_object, print_json, printable
 from ringfence.cli.signals import Signals
 
 if TYPE_CHECKING:
+    import argparse
     import asyncio
     from collections.abc import AsyncIterator
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ringfence.cli.transfer import Destination
     from ringfence.model.sandbox import FileChange, SandboxRequest
 
-__all__ = ["configure", "main"]
+__all__ = ["configure", "main", "parse_quickly"]
 
 MAIN = "main"  # id of the command among the sandbox's processes
 LAST_WORDS = 1.0  # seconds a slow reader gets for the output of a sandbox that was killed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ringfence.cli.options import configure
+from ringfence.cli.options import GROUPS, configure, parse_quickly
 from ringfence.cli.parsing import Parser
 from ringfence.model.errors import InvalidRequest
 
@@ -60,3 +62,45 @@ def test_a_value_that_is_missing_is_named():
     with pytest.raises(InvalidRequest, match="--memory: expected one argument") as caught:
         parse("--memory", "--", "true")
     assert "ringfence run --help" in caught.value.hint
+
+
+WORDS = st.sampled_from(
+    [name for _, options in GROUPS for names, _ in options for name in names]
+    + ["--", "true", "64M", "L2", "0.5", "7", "none", "a=b", "", "-x", "--nosuch", "-", "--memory=1G", "-e=x"]
+)
+
+
+@given(st.lists(WORDS, max_size=8))
+def test_the_quick_reader_agrees_with_argparse_or_leaves_it_to_it(arguments):
+    quick = parse_quickly(arguments)
+    if quick is not None:
+        assert vars(quick) == vars(parse(*arguments))
+
+
+def test_the_quick_reader_is_used():
+    arguments = [
+        "--memory",
+        "64M",
+        "--env=A=b=c",
+        "-e",
+        "B",
+        "--cpus",
+        "0.5",
+        "-i",
+        "--",
+        "sh",
+        "-c",
+        "--json",
+    ]
+    quick = parse_quickly(arguments)
+    assert quick is not None
+    assert (quick.memory, quick.env, quick.cpus, quick.interactive) == ("64M", ["A=b=c", "B"], 0.5, True)
+    assert quick.command == ["sh", "-c", "--json"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-h"], ["--nosuch"], ["--memory"], ["--cpus", "x"], ["--isolation", "L9"], ["--json=x"]],
+)
+def test_everything_else_is_left_to_argparse(arguments):
+    assert parse_quickly([*arguments, "--", "true"]) is None
