@@ -121,7 +121,8 @@ def test_a_dangerous_mount_that_is_named_is_done(ringfence, tmp_path):
     (folder / "config").write_text("x")
     (folder / "config").chmod(0o644)
     for place in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        place.chmod(0o755)
+        if not place.stat().st_mode & 0o1000:  # with --basetemp the last one is /tmp itself
+            place.chmod(0o755)
     done = ringfence(
         "run", "--mount", f"{folder}:/x", "--allow-dangerous-mount", str(folder), "--", "cat", "/x/config"
     )
