@@ -19,7 +19,7 @@ from security.payloads import FOLDER, program
 WALL = "jail"  # the lies go over the link: any wall will do
 SOURCE = (FOLDER / "evil_agent.c").read_text()
 LIES = sorted(set(re.findall(r'is\("([a-z-]+)"\)', SOURCE)) - {"absurd-limits"})
-PATIENCE = 3  # seconds for a whole conversation
+PATIENCE = 2  # seconds for a whole conversation
 GREETING = 1  # seconds for HELLO
 GROWTH = 64 << 20  # bytes of our own memory that a lie may cost
 

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-UID = 54321  # no user of the machine; its tests bring its own entry
+# No user of the machine, and another one for every session: what the host keeps by user (process counts,
+# delegated cgroups) is then nobody else's.
+UID = 30_000 + os.getpid() % 20_000
 NAME = "rf-normal"
 FIRST_SUBORDINATE = 3_000_000_000  # above what useradd and Ringfence itself hand out
 # Seen by the normal user only: empty folders that every Debian has, to bind things on.
