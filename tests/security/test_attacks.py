@@ -8,7 +8,7 @@ from ringfence.conformance.plugin import LISTED
 from ringfence.node.service import Node
 from security.attacks import WALLS
 from security.stage import Stage
-from security.tables import ATTACKS
+from security.tables import ATTACKS, zero
 from security.walls import caller, run_attack
 
 
@@ -21,6 +21,12 @@ async def test_attack(name: str, wall: str, node: Node, stage: Stage, request: p
         pytest.skip(f"{LISTED}only root can make a set-user-ID program to try")
     outcome = await run_attack(node, wall, attack, stage)
     assert outcome == attack.expect[f"{wall}/{caller()}"]
+
+
+@pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if zero.by_root(attack)])
+async def test_attack_by_root_of_the_sandbox(name: str, node: Node, stage: Stage) -> None:
+    outcome = await run_attack(node, "jail", ATTACKS[name], stage, zero=True)
+    assert outcome == zero.outcome(ATTACKS[name], f"jail/{caller()}")
 
 
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.fake])

@@ -53,10 +53,15 @@ async def bring_in(sandbox: NodeSandbox, payload: str, at: str = "/workspace/pay
     return command(payload, at)
 
 
-async def run_attack(node: Node, runtime: str, attack: Attack, stage: Stage, *others: NodeSandbox) -> str:
-    """The outcome of an attack behind a wall of ``runtime``. The sandbox is gone afterwards."""
+async def run_attack(node: Node, runtime: str, attack: Attack, stage: Stage, *, zero: bool = False) -> str:
+    """The outcome of an attack behind a wall of ``runtime``. The sandbox is gone afterwards.
+
+    ``zero``: the attacker is root of the sandbox (``process.user: 0``).
+    """
     things = {**stage.things(), "state": str(node.state.path)}
     wishes = dict(attack.limits)
+    if zero:
+        wishes["user"] = 0
     if attack.mounts:
         mounts = [(source.format(**things), target, True) for source, target in attack.mounts]
         sandbox = await node.create(request_for(runtime, mounts=mounts, **wishes))
@@ -65,7 +70,8 @@ async def run_attack(node: Node, runtime: str, attack: Attack, stage: Stage, *ot
     try:
         argv = await bring_in(sandbox, attack.payload)
         argv += [arg.format(**things) for arg in attack.args]
-        outcome, result = await _run(sandbox, argv, pty=attack.pty)
+        spec = ProcessSpec(tuple(argv), pty=attack.pty, as_root=zero)
+        outcome, result = await _run(sandbox, spec)
         if outcome is None:
             return _ended(result)
         if "victim" in attack.judge and not stage.victim_lives():
@@ -77,14 +83,14 @@ async def run_attack(node: Node, runtime: str, attack: Attack, stage: Stage, *ot
         await sandbox.destroy()
 
 
-async def _run(sandbox: NodeSandbox, argv: list[str], *, pty: bool) -> tuple[str | None, RunResult]:
+async def _run(sandbox: NodeSandbox, spec: ProcessSpec) -> tuple[str | None, RunResult]:
     seen = bytearray()
 
     def take(output: Output) -> None:
         seen.extend(output.data)
         del seen[:-MOST_SEEN]
 
-    result = await sandbox.run(ProcessSpec(tuple(argv), pty=pty), take)
+    result = await sandbox.run(spec, take)
     return verdict(bytes(seen).replace(b"\r\n", b"\n")), result
 
 

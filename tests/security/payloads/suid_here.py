@@ -10,5 +10,5 @@ try:
     os.chmod(program, 0o4755)
 except OSError as error:
     denied(error)
-out = subprocess.run([program], capture_output=True, timeout=10).stdout.split()
+out = subprocess.run([program, "-u"], capture_output=True, timeout=10).stdout.split()
 verdict("succeeded" if int(out[0]) != os.getuid() else "unchanged")
