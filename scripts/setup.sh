@@ -32,6 +32,7 @@ wanted() {
 	LIST
     [ "$MODE" = run ] || cat <<-LIST
 	git=git
+	ps=procps
 	ip=iproute2
 	runc=runc
 	node=nodejs
