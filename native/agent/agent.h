@@ -36,6 +36,7 @@ struct config {
     int cgroup_count;
     int oom;
     unsigned max_links;
+    unsigned processes; /* of the workload, 0: not limited here */
 };
 extern struct config config;
 bool config_parse(int argc, char **argv);

@@ -69,6 +69,8 @@ static bool set(const char *key, size_t size, const char *text)
         return (config.oom = (int)value) >= 0;
     if (KEY("wake") && number(text, 10, 1 << 20, &value))
         return (config.wake_fd = (int)value) >= 0;
+    if (KEY("processes") && number(text, 10, 1 << 20, &value))
+        return (config.processes = (unsigned)value) != 0;
     if (KEY("max_links") && number(text, 10, LINKS_MAX, &value))
         return (config.max_links = (unsigned)value) != 0;
 #undef KEY

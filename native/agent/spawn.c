@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <grp.h>
@@ -42,6 +43,14 @@ static bool set_capabilities(uint64_t keep)
     if (memcmp(now, next, sizeof now) == 0)
         return true;
     return syscall(SYS_capset, &header, next) == 0;
+}
+
+/* Where no cgroup counts: the kernel's count by user. The agent is in it if it has the workload's user. */
+static bool limit_processes(void)
+{
+    rlim_t most = config.processes + (config.uid == getuid());
+    struct rlimit limit = {most, most};
+    return config.processes == 0 || setrlimit(RLIMIT_NPROC, &limit) == 0;
 }
 
 /* Becomes the workload's user for good. `as_root`: root of the sandbox's own user namespace. */
@@ -120,7 +129,7 @@ static enum step child_prepare(const struct spawn *spawn, const struct stdio *st
         return STEP_TERMINAL;
     if (join_stdio(stdio) < 0)
         return STEP_STDIO;
-    if (!become_workload(spawn->as_root))
+    if (!limit_processes() || !become_workload(spawn->as_root))
         return STEP_IDENTITY;
     if (chdir(spawn->cwd) < 0)
         return STEP_CWD;

@@ -35,6 +35,8 @@ def agent_arguments(spec: StartSpec, listen: int | str, cgroups: Iterable[int]) 
     numbers = ",".join(map(str, cgroups))
     if numbers:
         yield f"cgroup={numbers}"
+    else:
+        yield f"processes={spec.max_processes}"
 
 
 def environment_of(spec: StartSpec) -> dict[str, str]:

@@ -59,5 +59,6 @@ def add_limits(plan: Plan, spec: StartSpec) -> None:
         plan.add("RLIMIT", number, value, value)
     plan.add("RLIMIT", _NOFILE, spec.max_open_files, spec.max_open_files)
     if not spec.cgroup.agent:
-        # Counted in the sandbox's own user namespace; the agent and its file helpers are in it too.
+        # Counted in the sandbox's own user namespace, the agent and its file helpers among them; the agent
+        # gives the workload its own, lower limit (``processes=``).
         plan.add("RLIMIT", _NPROC, spec.max_processes + 64, spec.max_processes + 64)
