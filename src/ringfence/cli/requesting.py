@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.levels import Level
-from ringfence.model.policy import MIB, Mount, Policy, Resources
+from ringfence.model.policy import LEAST_MEMORY, Mount, Policy, Resources
 from ringfence.model.quantities import format_size, parse_duration, parse_size
 from ringfence.model.sandbox import Owner, SandboxRequest
 from ringfence.model.values import dataclass
 
 if TYPE_CHECKING:
     import argparse
-
-SMALLEST_MEMORY = 8 * MIB  # a shell and a small program; the node refuses less
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +240,9 @@ def _resources(options: argparse.Namespace, base: Policy) -> Resources:
         raise InvalidRequest(
             f"--cpus {options.cpus:g}: not a number of CPUs", hint="write --cpus 0.5 or --cpus 2"
         )
-    if memory is not None and memory < SMALLEST_MEMORY:
+    if memory is not None and memory < LEAST_MEMORY:
         raise InvalidRequest(
-            f"--memory {options.memory}: less than {format_size(SMALLEST_MEMORY)} holds no program",
+            f"--memory {options.memory}: less than {format_size(LEAST_MEMORY)} holds no program",
             hint="write --memory 64M",
         )
     from ringfence.model.policies import resize

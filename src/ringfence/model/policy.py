@@ -16,6 +16,7 @@ from ringfence.model.values import dataclass
 
 MIB = 1024**2
 GIB = 1024**3
+LEAST_MEMORY = 16 * MIB  # of a sandbox: a shell, an interpreter and a small program
 
 
 @dataclass(frozen=True, slots=True)

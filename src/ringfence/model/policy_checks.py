@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ringfence.model.mounts import below, path_problem, target_problem
-from ringfence.model.policy import GIB, MIB, Filesystem, Limits, Network, NetworkRule, Policy, Wall
+from ringfence.model.policy import (
+    GIB,
+    LEAST_MEMORY,
+    MIB,
+    Filesystem,
+    Limits,
+    Network,
+    NetworkRule,
+    Policy,
+    Wall,
+)
 from ringfence.model.quantities import format_duration, format_size
 
 TIB = 1024 * GIB
@@ -111,7 +121,7 @@ def _wall(wall: Wall) -> Iterator[Problem]:
         yield from _between("process.cpuTime", process.cpu_time, 0.1, 365 * DAY, _duration)
     resources = wall.resources
     yield from _between("resources.cpus", resources.cpus, 0.01, 1024)
-    yield from _between("resources.memory", resources.memory, 16 * MIB, 64 * TIB, _size)
+    yield from _between("resources.memory", resources.memory, LEAST_MEMORY, 64 * TIB, _size)
     yield from _between("resources.disk", resources.disk, 1 * MIB, 64 * TIB, _size)
     if resources.bandwidth is not None:
         yield from _between("resources.bandwidth", resources.bandwidth, 8_000, 10**12, lambda v: f"{v}bit")

@@ -9,11 +9,11 @@ import re
 
 from ringfence.model.errors import InvalidRequest, NotFound, Unsupported
 from ringfence.model.ids import SANDBOX_ID
+from ringfence.model.policy import LEAST_MEMORY
 from ringfence.model.quantities import format_size
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.runtimes.contract import AGENT_UID
 
-LEAST_MEMORY = 8 << 20  # bytes: a shell and a small program
 MOST_PROCESSES = 32_768
 MOST_OPEN_FILES = 1 << 20
 TEMPLATES = ("host",)

@@ -23,7 +23,7 @@ def asking(
 
 def test_the_default_is_right() -> None:
     requests.check(asking())
-    requests.check(asking({"resources": Resources(cpus=os.cpu_count() or 1, memory=8 << 20, disk=1 << 20)}))
+    requests.check(asking({"resources": Resources(cpus=os.cpu_count() or 1, memory=16 << 20, disk=1 << 20)}))
 
 
 @pytest.mark.parametrize(
