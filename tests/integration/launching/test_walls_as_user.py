@@ -7,7 +7,6 @@ import re
 import shutil
 
 import pytest
-
 from tests.support.rootless import FIRST_SUBORDINATE, UID, normal_user
 
 HERE = "tests/integration/launching"
