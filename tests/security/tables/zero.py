@@ -16,7 +16,7 @@ OUTCOMES = {
     "become-another": "succeeded",  # its own ids, none of which is anybody's on the host
     "capabilities": "succeeded",  # over its own user namespace, and none over those of mounts or network
     "set-user-id-made-inside": "unchanged",
-    # Root of the sandbox may do to the agent what it likes; it harms its own sandbox, and PID 1 not even that.
+    # Root of the sandbox may do to the agent what it likes: that harms its own sandbox only.
     "agent-fd": "no-effect",
     "agent-oom": "no-effect",
     "agent-kill": "no-effect",

@@ -1,0 +1,84 @@
+"""The kit must fail where it should: a skip that no table lists, a capability that was dropped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import ringfence
+from ringfence.conformance.tables.capabilities import RUNTIMES, expected
+
+HEAD = """
+import pytest
+from ringfence.conformance.plugin import needs, only
+"""
+
+
+def session(folder: Path, code: str, *args: str) -> str:
+    """The output of a session of its own with these tests."""
+    (folder / "test_it.py").write_text(HEAD + code)
+    plugin = [] if any(e.name == "ringfence" for e in entry_points(group="pytest11")) else ["-p", PLUGIN]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *args, "test_it.py"],
+        cwd=folder,
+        env={"PYTHONPATH": str(Path(ringfence.__file__).parents[1]), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+PLUGIN = "ringfence.conformance.plugin"
+
+
+def test_a_skip_that_no_table_lists_fails(tmp_path: Path) -> None:
+    code = "def test_quiet(ringfence_runtime):\n    pytest.skip('just so')\n"
+    output = session(tmp_path, code, "--ringfence-runtime=jail")
+    assert "1 failed" in output
+    assert "a skip that no committed table lists" in output
+
+
+def test_a_listed_skip_is_one(tmp_path: Path) -> None:
+    code = "@needs('gpu')\ndef test_gpu(ringfence_runtime):\n    assert False\n"
+    output = session(tmp_path, code, "--ringfence-runtime=jail")
+    assert "1 skipped" in output
+    assert "failed" not in output
+
+
+def test_other_tests_may_skip(tmp_path: Path) -> None:
+    assert "1 skipped" in session(tmp_path, "def test_mine():\n    pytest.skip('just so')\n")
+
+
+def test_every_runtime_of_the_table_is_tested_and_counted(tmp_path: Path) -> None:
+    code = "def test_name(ringfence_runtime):\n    assert ringfence_runtime != 'fake'\n"
+    output = session(tmp_path, code)
+    assert "2 passed" in output
+    assert "1 failed" in output
+    line = next(line for line in output.splitlines() if line.startswith("ringfence conformance: "))
+    assert line.count("1 passed") == 2
+    assert "0 passed 1 failed" in line
+
+
+def test_a_test_about_one_runtime_only(tmp_path: Path) -> None:
+    code = "@only('fake')\ndef test_fake(ringfence_runtime):\n    pass\n"
+    assert "1 passed" in session(tmp_path, code)
+    assert "1 deselected" in session(tmp_path, code, "--ringfence-runtime=jail")
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("who", ["root", "user"])
+def test_a_dropped_capability_shows(runtime: str, who: str) -> None:
+    row = expected(runtime, who)
+    assert row is not None
+    for name, value in row.items():
+        if value is True:
+            dropped = replace(RUNTIMES[runtime][who], **{name: False})
+            assert asdict(dropped) != row
+    assert expected("somebody-elses", who) is None
