@@ -55,12 +55,22 @@ def reap() -> None:
         pass
 
 
+def run(command: list[str]) -> int:
+    """The command's exit status. Orphans are reaped at once, as any init does: tests look for the dead."""
+    child = subprocess.Popen(command)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child.pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+            return child.returncode
+
+
 def main(command: list[str]) -> int:
     if not command:
         print(__doc__, file=sys.stderr)
         return 2
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    status = subprocess.call(command)
+    status = run(command)
     patience = time.monotonic() + PATIENCE
     while (left := descendants()) and time.monotonic() < patience:
         reap()
