@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
-from ringfence.model.errors import StartFailed
+from ringfence.model.errors import InvalidRequest, StartFailed
 from ringfence.runtimes.contract import StartSpec
-from ringfence.runtimes.launching.plan import Plan
+from ringfence.runtimes.launching.plan import (
+    BIND_IDMAP,
+    BIND_READONLY,
+    MS_NODEV,
+    MS_NOSUID,
+    NOBODY,
+    Plan,
+)
 
 # RLIMIT_* of Linux: no core files, almost no locked memory.
 _FIXED = ((4, 0), (8, 64 << 10))
@@ -20,6 +28,10 @@ MASKED = (
     "/proc/timer_list", "/proc/timer_stats",
 )  # fmt: skip
 READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys")
+
+SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
+SECRETS_SIZE = 1 << 20
+TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
 
 
 def add_cgroups(plan: Plan, spec: StartSpec, opened: list[int]) -> list[int]:
@@ -53,11 +65,56 @@ def _open_tasks(path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def add_limits(plan: Plan, spec: StartSpec) -> None:
-    """The resource limits of every process of the wall."""
-    for number, value in _FIXED:
-        plan.add("RLIMIT", number, value, value)
-    plan.add("RLIMIT", _NOFILE, spec.max_open_files, spec.max_open_files)
+def per_process_limits(spec: StartSpec) -> Iterator[tuple[int, int]]:
+    """(RLIMIT_* number, value) of every process of the wall."""
+    yield from _FIXED
+    yield _NOFILE, spec.max_open_files
     if not spec.cgroup.agent:
         # Counted in the sandbox's own user namespace; the agent and its file helpers are in it too.
-        plan.add("RLIMIT", _NPROC, spec.max_processes + 64, spec.max_processes + 64)
+        yield _NPROC, spec.max_processes + 64
+
+
+def add_limits(plan: Plan, spec: StartSpec) -> None:
+    """The resource limits of every process of the wall."""
+    for number, value in per_process_limits(spec):
+        plan.add("RLIMIT", number, value, value)
+
+
+def add_overlay(plan: Plan, spec: StartSpec, disk: str, at: str, *, root: bool) -> None:
+    """The steps that mount the sandbox's disk at ``disk`` and its overlay root at ``at``.
+
+    ``disk`` is a folder to mount on; ``at`` is made, in ``disk`` or elsewhere. As ``root`` the lower layers
+    are idmapped into the plan's USERNS, and the upper layer belongs to the first id of the sandbox's range.
+    """
+    files, kind = spec.root, spec.root.disk.kind
+    first = (spec.identity.host_uid(0), spec.identity.host_uid(0)) if root else (NOBODY, NOBODY)
+    if kind == "tmpfs":
+        options = f"size={files.disk.size},nr_inodes={files.disk.inodes},mode=0700"
+        plan.add("MOUNT", "disk", disk, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    else:
+        assert files.disk.image is not None
+        plan.add("LOOP", files.disk.image, disk, "ext4", MS_NOSUID | MS_NODEV)
+    plan.add("MKDIR", f"{disk}/upper", 0o755, *first)
+    plan.add("MKDIR", f"{disk}/work", 0o700, NOBODY, NOBODY)
+    plan.add("MKDIR", at, 0o700, NOBODY, NOBODY)
+    lowers = []
+    for index, lower in enumerate(files.lowers):
+        if not root:
+            lowers.append(escaped(lower))
+            continue
+        plan.add("MKDIR", f"{disk}/l{index}", 0o700, NOBODY, NOBODY)
+        plan.add("BIND", lower, f"{disk}/l{index}", BIND_READONLY | BIND_IDMAP)
+        lowers.append(f"{disk}/l{index}")
+    options = f"lowerdir={':'.join(lowers)},upperdir={disk}/upper,workdir={disk}/work"
+    plan.add("MOUNT", "root", at, "overlay", MS_NOSUID | MS_NODEV, options + ("" if root else ",userxattr"))
+
+
+def escaped(path: str) -> str:
+    """A layer's path as overlay's options want it.
+
+    Raises:
+        InvalidRequest: it can't be said.
+    """
+    if "\n" in path:
+        raise InvalidRequest(f"a layer's path has a line break: {path!r}")
+    return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
