@@ -17,6 +17,8 @@ GROUP = "ringfence.runtimes"
 BUILT_IN = {
     "jail": ("ringfence.runtimes.jail", "JailRuntime"),
     "bubblewrap": ("ringfence.runtimes.bubblewrap", "BubblewrapRuntime"),
+    "runc": ("ringfence.runtimes.runc", "RuncRuntime"),
+    "crun": ("ringfence.runtimes.crun", "CrunRuntime"),
     "fake": ("ringfence.runtimes.fake", "FakeRuntime"),
 }
 # Walls that nothing chooses by itself: they must be asked for by name.

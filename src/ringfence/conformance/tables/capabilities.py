@@ -24,11 +24,15 @@ _JAIL = Capabilities(
     network=("none",),
 )
 _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, pause=True)
+# The same file system and cgroups as the jail's, made ready by the same launcher.
+_OCI = _JAIL
 _FAKE = Capabilities(rootless=True, recover=True)
 
 RUNTIMES: dict[str, dict[str, Capabilities]] = {
     "jail": {"root": _JAIL, "user": _JAIL},
     "bubblewrap": {"root": _BUBBLEWRAP, "user": _BUBBLEWRAP},
+    "runc": {"root": _OCI, "user": _OCI},
+    "crun": {"root": _OCI, "user": _OCI},
     "fake": {"root": _FAKE, "user": _FAKE},
 }
 

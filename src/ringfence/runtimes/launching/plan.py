@@ -35,6 +35,8 @@ OPS: dict[str, tuple[int, str]] = {
     "REMOUNT": (25, "su"),
     "UMOUNT": (26, "s"),
     "OWNER": (27, "uu"),
+    "ENTER": (28, "s"),
+    "LEAVE": (29, ""),
     "USERNS_ENTER": (30, ""),
     "RLIMIT": (31, "uuu"),
     "NO_NEW_PRIVS": (32, ""),

@@ -11,6 +11,7 @@ Control groups: the node has made them and the launcher has put the runtime into
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -129,6 +130,15 @@ def write(spec: StartSpec, document: dict[str, Any]) -> str:
             errno=str(error.errno),
         ) from error
     return folder
+
+
+def remove(folder: str) -> None:
+    """Remove the bundle from a sandbox's folder; it may not be there."""
+    place = os.path.join(folder, FOLDER)
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(place, "config.json"))
+    with contextlib.suppress(OSError):
+        os.rmdir(place)
 
 
 def agent_gid(identity: Identity) -> int:
