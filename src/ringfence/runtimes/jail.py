@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 
-from ringfence.model.errors import HostLimit, StartFailed, Unsupported
+from ringfence.model.errors import HostLimit, InvalidRequest, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE
 from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, StartSpec
@@ -45,20 +45,14 @@ from ringfence.runtimes.launching.plan import (
     Plan,
     id_maps,
 )
-from ringfence.runtimes.launching.steps import (
-    MASKED,
-    READ_ONLY,
-    SECRETS_SIZE,
-    SHM_SMALLEST,
-    TERMINALS,
-    add_cgroups,
-    add_limits,
-    add_overlay,
-)
+from ringfence.runtimes.launching.steps import MASKED, READ_ONLY, add_cgroups, add_limits
 
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET | CLONE_NEWTIME
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
+SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
+SECRETS_SIZE = 1 << 20
+TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
 _LISTEN_FD = 3
 
 
@@ -201,7 +195,33 @@ class JailRuntime(LaunchedRuntime):
         root, files, identity = self.context.root, spec.root, spec.identity
         stage = f"{STAGE}/stage" if root else STAGE
         first = (identity.host_uid(0), identity.host_uid(0)) if root else (NOBODY, NOBODY)
-        add_overlay(plan, spec, stage, f"{stage}/root", root=root)
+        disk = files.disk
+        if disk.kind == "tmpfs":
+            options = f"size={disk.size},nr_inodes={disk.inodes},mode=0700"
+            plan.add("MOUNT", "disk", stage, "tmpfs", MS_NOSUID | MS_NODEV, options)
+        else:
+            assert disk.image is not None
+            plan.add("LOOP", disk.image, stage, "ext4", MS_NOSUID | MS_NODEV)
+        plan.add("MKDIR", f"{stage}/upper", 0o755, *first)
+        plan.add("MKDIR", f"{stage}/work", 0o700, NOBODY, NOBODY)
+        plan.add("MKDIR", f"{stage}/root", 0o700, NOBODY, NOBODY)
+        lowers = []
+        for index, lower in enumerate(files.lowers):
+            if not root:
+                lowers.append(_escaped(lower))
+                continue
+            plan.add("MKDIR", f"{stage}/l{index}", 0o700, NOBODY, NOBODY)
+            plan.add("BIND", lower, f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
+            lowers.append(f"{stage}/l{index}")
+        options = f"lowerdir={':'.join(lowers)},upperdir={stage}/upper,workdir={stage}/work"
+        plan.add(
+            "MOUNT",
+            "root",
+            f"{stage}/root",
+            "overlay",
+            MS_NOSUID | MS_NODEV,
+            options + ("" if root else ",userxattr"),
+        )
         plan.add("PIVOT", f"{stage}/root")
         if root:
             plan.add("OWNER", *first)
@@ -270,6 +290,12 @@ def _maps(identity: Identity) -> bytes:
     users = [(line.inside, line.outside, line.count) for line in identity.maps]
     groups = [(line.inside, line.outside, line.count) for line in identity.gid_maps or identity.maps]
     return id_maps(users, groups)
+
+
+def _escaped(path: str) -> str:
+    if "\n" in path:
+        raise InvalidRequest(f"a layer's path has a line break: {path!r}")
+    return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
 
 
 def _forget(folder: str) -> None:
