@@ -17,6 +17,7 @@ GROUP = "ringfence.runtimes"
 BUILT_IN = {
     "jail": ("ringfence.runtimes.jail", "JailRuntime"),
     "bubblewrap": ("ringfence.runtimes.bubblewrap", "BubblewrapRuntime"),
+    "nsjail": ("ringfence.runtimes.nsjail", "NsjailRuntime"),
     "runc": ("ringfence.runtimes.runc", "RuncRuntime"),
     "crun": ("ringfence.runtimes.crun", "CrunRuntime"),
     "fake": ("ringfence.runtimes.fake", "FakeRuntime"),

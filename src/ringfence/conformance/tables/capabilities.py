@@ -31,6 +31,7 @@ _FAKE = Capabilities(rootless=True, recover=True)
 RUNTIMES: dict[str, dict[str, Capabilities]] = {
     "jail": {"root": _JAIL, "user": _JAIL},
     "bubblewrap": {"root": _BUBBLEWRAP, "user": _BUBBLEWRAP},
+    "nsjail": {"root": _JAIL, "user": _JAIL},
     "runc": {"root": _OCI, "user": _OCI},
     "crun": {"root": _OCI, "user": _OCI},
     "fake": {"root": _FAKE, "user": _FAKE},

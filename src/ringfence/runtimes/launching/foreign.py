@@ -39,6 +39,7 @@ _MOST_TEXT = 8192  # bytes of a program's own messages
 class ForeignRuntime(LaunchedRuntime):
     """Base of the drivers whose program builds the wall. Subclasses say how it is called."""
 
+    monitored = True  # the program stays; else it becomes the guest agent
     program_name: str  # looked up in PATH
     remedy: str  # how to install it
 
@@ -118,7 +119,7 @@ class ForeignRuntime(LaunchedRuntime):
         try:
             words, words_end = pipe(opened)
             silence, _ = pipe(opened)
-            plan = self._plan(spec, listener.fileno(), silence, words_end, opened)
+            plan = self.plan(spec, listener.fileno(), silence, words_end, opened)
             child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
             listener.close()
             for descriptor in opened:
@@ -178,6 +179,9 @@ class ForeignRuntime(LaunchedRuntime):
         Raises:
             HostLimit: it has not, in time.
         """
+        if "monitor" not in handle.data:
+            await super().kill(handle)
+            return
         monitor = ProcessRef(int(handle.data["monitor"]), int(handle.data["born"]), handle.boot_id)
         descriptor = monitor.pidfd()
         child = self._children.get((handle.pid, handle.birth))
@@ -217,7 +221,8 @@ class ForeignRuntime(LaunchedRuntime):
             )
         self.check(spec)
 
-    def _plan(self, spec: StartSpec, listener: int, silence: int, words: int, opened: list[int]) -> Plan:
+    def plan(self, spec: StartSpec, listener: int, silence: int, words: int, opened: list[int]) -> Plan:
+        """Everything up to the program's start. ``silence`` is its stdin, ``words`` its stdout and stderr."""
         assert self.program is not None
         root = self.context.root
         plan = Plan()
@@ -244,6 +249,8 @@ class ForeignRuntime(LaunchedRuntime):
     def _handle(self, spec: StartSpec, child: Child) -> Handle:
         from ringfence.runtimes.measuring import children
 
+        if not self.monitored:
+            return self.handle(spec, child, child.pid, self.data(spec, child))
         found = [pid for pid in children(child.pid) if _namespace(pid) not in (None, _namespace(child.pid))]
         if len(found) != 1:
             raise StartFailed(f"the wall of {self.program_name} has ended", step="agent")
@@ -251,14 +258,15 @@ class ForeignRuntime(LaunchedRuntime):
 
     def data(self, spec: StartSpec, child: Child) -> dict[str, Any]:
         """What the handle has to know."""
-        return {
+        data: dict[str, Any] = {
             "uid": spec.identity.host_uid(spec.identity.uid),
             "capabilities": spec.identity.capabilities,
             "network": spec.network,
             "cgroups": list(spec.cgroup.agent),
-            "monitor": child.pid,
-            "born": ProcessRef.of(child.pid).birth,
         }
+        if self.monitored:
+            data |= {"monitor": child.pid, "born": ProcessRef.of(child.pid).birth}
+        return data
 
     async def _answer(self, spec: StartSpec, child: Child, words: int) -> None:
         """Return when the agent has answered: until then the program is still building the wall."""

@@ -16,7 +16,7 @@ import os
 from functools import lru_cache
 
 from ringfence.model.errors import HostLimit
-from ringfence.runtimes.context import STAGE
+from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE
 from ringfence.runtimes.contract import Bind, Identity, IdMap, StartSpec
 from ringfence.runtimes.launching.plan import (
     ATTR_RDONLY,
@@ -42,7 +42,15 @@ from ringfence.runtimes.launching.plan import (
     Plan,
     id_maps,
 )
-from ringfence.runtimes.launching.steps import add_cgroups, add_overlay
+from ringfence.runtimes.launching.steps import (
+    MASKED,
+    READ_ONLY,
+    SECRETS_SIZE,
+    SHM_SMALLEST,
+    TERMINALS,
+    add_cgroups,
+    add_overlay,
+)
 
 _BASE = f"{STAGE}/stage"
 DISK, ROOT, STATE = f"{_BASE}/disk", f"{_BASE}/root", f"{_BASE}/state"
@@ -50,14 +58,19 @@ _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 Maps = tuple[tuple[IdMap, ...], tuple[IdMap, ...]]  # of users, of groups
 
 
-def begin(plan: Plan, spec: StartSpec, opened: list[int], *, exit_file: str, root: bool) -> list[int]:
-    """Namespaces and cgroups; returns the workload's opened ``cgroup.procs``."""
+def begin(
+    plan: Plan, spec: StartSpec, opened: list[int], *, exit_file: str, root: bool, maps: Maps | None = None
+) -> list[int]:
+    """Namespaces and cgroups; returns the workload's opened ``cgroup.procs``.
+
+    ``maps`` of the user namespace that a normal user's program runs in, if not :func:`outer_maps`.
+    """
     identity = spec.identity
     if root:
         plan.add("CLONE", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME)
         plan.add("USERNS", _bytes(identity.maps, identity.gid_maps or identity.maps))
     else:
-        users, groups = outer_maps(identity)
+        users, groups = maps or outer_maps(identity)
         plan.add("CLONE", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME | CLONE_NEWUSER)
         plan.add("MAPS", MAPS_HELPER if identity.helper else MAPS_DENY_SETGROUPS, _bytes(users, groups))
     if not spec.ephemeral:
@@ -68,8 +81,12 @@ def begin(plan: Plan, spec: StartSpec, opened: list[int], *, exit_file: str, roo
     return work
 
 
-def add_root(plan: Plan, spec: StartSpec, *, root: bool) -> None:
-    """The file system: see the module."""
+def add_root(plan: Plan, spec: StartSpec, *, root: bool, whole: bool = False) -> None:
+    """The file system: see the module.
+
+    ``whole``: with ``/proc`` (of the pid namespace that the plan makes), ``/dev`` and the rest, so that the
+    program has nothing to mount.
+    """
     files = spec.root
     if not root:
         plan.add("MOUNT", "ringfence", STAGE, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=0711,size=1m")
@@ -86,6 +103,8 @@ def add_root(plan: Plan, spec: StartSpec, *, root: bool) -> None:
         plan.add("OWNER", first, first)
     for bind in files.binds:
         plan.add("BIND", bind.source, bind.target, _bind_flags(bind))
+    if whole:
+        _add_pseudo(plan, spec, root)
     plan.add("BIND", DISK, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
     if files.readonly:
         for path in files.read_write:
@@ -94,11 +113,40 @@ def add_root(plan: Plan, spec: StartSpec, *, root: bool) -> None:
     for path in files.read_only:
         plan.add("READONLY", path)
     plan.add("LEAVE")
-    plan.extend(_surroundings(root))
+    plan.extend(_surroundings(root, 0 if whole else 1))
 
 
-@lru_cache(maxsize=2)
-def _surroundings(root: bool) -> Plan:
+def _add_pseudo(plan: Plan, spec: StartSpec, root: bool) -> None:
+    """``/proc`` with its covers, ``/dev``, ``/dev/shm`` and ``/run/secrets``; inside ENTER."""
+    identity = spec.identity
+    plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
+    if root:
+        plan.add("BIND", f"{STAGE}/dev", "/dev", BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
+    else:
+        plan.add("MOUNT", "dev", "/dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=0755")
+        for name in DEVICES:
+            plan.add("BIND", f"/dev/{name}", f"/dev/{name}", BIND_DEVICES | BIND_NOEXEC | BIND_MAKE)
+        for name, target in DEVICE_LINKS.items():
+            plan.add("SYMLINK", target, f"/dev/{name}")
+        for name in ("pts", "shm"):
+            plan.add("MKDIR", f"/dev/{name}", 0o755, NOBODY, NOBODY)
+        plan.add("REMOUNT", "/dev", ATTR_RDONLY)
+    options = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
+    plan.add("MOUNT", "devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    for path in MASKED:  # a file is covered by the new /dev/null
+        plan.add("MASK", path)
+    for path in READ_ONLY:
+        plan.add("READONLY", path)
+    shm = max(SHM_SMALLEST, spec.memory // 2)
+    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
+    owner = identity.host_uid(identity.agent_uid) if root else identity.agent_uid
+    group = f",gid={owner}" if root else ""
+    options = f"size={SECRETS_SIZE},mode=0755,uid={owner}{group}"
+    plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, options)
+
+
+@lru_cache(maxsize=4)
+def _surroundings(root: bool, user_namespaces: int) -> Plan:
     """What the program itself sees: its own processes, devices of our own, a cgroup tree without rights."""
     plan = Plan()
     if root:
@@ -106,8 +154,8 @@ def _surroundings(root: bool) -> Plan:
         plan.add("BIND", f"{STAGE}/dev", "/dev", BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
     plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
     if not root and os.path.exists("/proc/sys/user/max_user_namespaces"):
-        # One more: the wall's own. None within it.
-        plan.add("WRITE", "/proc/sys/user/max_user_namespaces", "1")
+        # The wall's own, if the program makes one. None within it.
+        plan.add("WRITE", "/proc/sys/user/max_user_namespaces", str(user_namespaces))
     plan.add("MOUNT", "cgroup", f"{STAGE}/fs/cgroup", "cgroup2", _QUIET | MS_RDONLY, "")
     return plan
 

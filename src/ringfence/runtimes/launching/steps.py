@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 from ringfence.model.errors import InvalidRequest, StartFailed
-from ringfence.runtimes.contract import StartSpec
+from ringfence.runtimes.contract import Identity, StartSpec
+from ringfence.runtimes.launching.guestargs import AGENT_CAPABILITIES
 from ringfence.runtimes.launching.plan import (
     BIND_IDMAP,
     BIND_READONLY,
@@ -78,6 +79,17 @@ def add_limits(plan: Plan, spec: StartSpec) -> None:
     """The resource limits of every process of the wall."""
     for number, value in per_process_limits(spec):
         plan.add("RLIMIT", number, value, value)
+
+
+def agent_gid(identity: Identity) -> int:
+    """The agent's group: of its own, as its user is, or the workload's."""
+    return identity.agent_uid if identity.agent_uid != identity.uid else identity.gid
+
+
+def agent_capabilities(identity: Identity) -> int:
+    """What the agent holds in the sandbox's own user namespace; nothing on the host."""
+    separate = identity.agent_uid != identity.uid
+    return (AGENT_CAPABILITIES if separate else 0) | identity.capabilities
 
 
 def add_overlay(plan: Plan, spec: StartSpec, disk: str, at: str, *, root: bool) -> None:

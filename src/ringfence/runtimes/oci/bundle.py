@@ -20,14 +20,16 @@ from functools import lru_cache
 from typing import Any
 
 from ringfence.model.errors import StartFailed
-from ringfence.runtimes.contract import Bind, Identity, IdMap, StartSpec
-from ringfence.runtimes.launching.guestargs import AGENT_CAPABILITIES, environment
+from ringfence.runtimes.contract import Bind, IdMap, StartSpec
+from ringfence.runtimes.launching.guestargs import environment
 from ringfence.runtimes.launching.steps import (
     MASKED,
     READ_ONLY,
     SECRETS_SIZE,
     SHM_SMALLEST,
     TERMINALS,
+    agent_capabilities,
+    agent_gid,
     per_process_limits,
 )
 from ringfence.runtimes.measuring import capability_names
@@ -64,7 +66,7 @@ def document(
     users = identity.maps if maps is None else maps
     groups = (identity.gid_maps or users) if gid_maps is None else gid_maps
     gid = agent_gid(identity)
-    kept = capabilities(identity)
+    kept = list(capability_names(agent_capabilities(identity)))
     namespaces = ["pid", "network", "ipc", "uts", "mount", "user", *(["cgroup"] if cgroup_namespace else [])]
     found: dict[str, Any] = {
         "ociVersion": VERSION,
@@ -139,17 +141,6 @@ def remove(folder: str) -> None:
         os.unlink(os.path.join(place, "config.json"))
     with contextlib.suppress(OSError):
         os.rmdir(place)
-
-
-def agent_gid(identity: Identity) -> int:
-    """The agent's group: of its own, as its user is, or the workload's."""
-    return identity.agent_uid if identity.agent_uid != identity.uid else identity.gid
-
-
-def capabilities(identity: Identity) -> list[str]:
-    """What the agent holds in the sandbox's own user namespace: see ``guestargs``; nothing on the host."""
-    separate = identity.agent_uid != identity.uid
-    return list(capability_names((AGENT_CAPABILITIES if separate else 0) | identity.capabilities))
 
 
 def rlimits(spec: StartSpec) -> list[dict[str, Any]]:
