@@ -25,7 +25,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ids", [False, True], ids=["one-id", "subordinate-ids"])
-@pytest.mark.parametrize("runtime", ["jail", "bubblewrap", "fake"])
+@pytest.mark.parametrize("runtime", ["jail", "bubblewrap", "runc", "crun", "fake"])
 def test_conformance(runtime: str, ids: bool, request: pytest.FixtureRequest) -> None:
     chosen = request.config.getoption("--ringfence-runtime")
     if chosen and runtime not in chosen:

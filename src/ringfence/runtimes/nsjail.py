@@ -61,7 +61,7 @@ class NsjailRuntime(ForeignRuntime):
             mounts=True,
             recover=True,
             disk_limit=True,
-            pause=True,
+            pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
         )
 
     def find(self) -> str | None:

@@ -23,17 +23,17 @@ _JAIL = Capabilities(
     pause=True,
     network=("none",),
 )
-_BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, pause=True)
-# The same file system and cgroups as the jail's, made ready by the same launcher.
-_OCI = _JAIL
+_BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False)
 _FAKE = Capabilities(rootless=True, recover=True)
 
 RUNTIMES: dict[str, dict[str, Capabilities]] = {
-    "jail": {"root": _JAIL, "user": _JAIL},
-    "bubblewrap": {"root": _BUBBLEWRAP, "user": _BUBBLEWRAP},
-    "nsjail": {"root": _JAIL, "user": _JAIL},
-    "runc": {"root": _OCI, "user": _OCI},
-    "crun": {"root": _OCI, "user": _OCI},
+    # Pausing needs a cgroup's freezer.
+    "jail": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
+    "bubblewrap": {"root": _BUBBLEWRAP, "user": replace(_BUBBLEWRAP, pause=False)},
+    # The same file system and cgroups as the jail's, made ready by the same launcher.
+    "nsjail": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
+    "runc": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
+    "crun": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
     "fake": {"root": _FAKE, "user": _FAKE},
 }
 

@@ -27,7 +27,7 @@ class OciRuntime(ForeignRuntime):
             mounts=True,
             recover=True,
             disk_limit=True,
-            pause=True,
+            pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
         )
 
     def options(self) -> list[str]:
