@@ -20,6 +20,7 @@ BUILT_IN = {
     "nsjail": ("ringfence.runtimes.nsjail", "NsjailRuntime"),
     "runc": ("ringfence.runtimes.runc", "RuncRuntime"),
     "crun": ("ringfence.runtimes.crun", "CrunRuntime"),
+    "gvisor": ("ringfence.runtimes.gvisor", "GvisorRuntime"),
     "fake": ("ringfence.runtimes.fake", "FakeRuntime"),
 }
 # Walls that nothing chooses by itself: they must be asked for by name.

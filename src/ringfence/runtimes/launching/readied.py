@@ -55,6 +55,7 @@ from ringfence.runtimes.launching.steps import (
 _BASE = f"{STAGE}/stage"
 DISK, ROOT, STATE = f"{_BASE}/disk", f"{_BASE}/root", f"{_BASE}/state"
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
+_DISK_INSIDE = ((DISK, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE),)
 Maps = tuple[tuple[IdMap, ...], tuple[IdMap, ...]]  # of users, of groups
 
 
@@ -81,11 +82,18 @@ def begin(
     return work
 
 
-def add_root(plan: Plan, spec: StartSpec, *, root: bool, whole: bool = False) -> None:
+def add_root(
+    plan: Plan,
+    spec: StartSpec,
+    *,
+    root: bool,
+    whole: bool = False,
+    own: tuple[tuple[str, str, int], ...] = _DISK_INSIDE,
+) -> None:
     """The file system: see the module.
 
     ``whole``: with ``/proc`` (of the pid namespace that the plan makes), ``/dev`` and the rest, so that the
-    program has nothing to mount.
+    program has nothing to mount. ``own``: what is shown at ``/.ringfence``, as the arguments of BIND steps.
     """
     files = spec.root
     if not root:
@@ -105,7 +113,8 @@ def add_root(plan: Plan, spec: StartSpec, *, root: bool, whole: bool = False) ->
         plan.add("BIND", bind.source, bind.target, _bind_flags(bind))
     if whole:
         _add_pseudo(plan, spec, root)
-    plan.add("BIND", DISK, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
+    for source, target, flags in own:
+        plan.add("BIND", source, target, flags)
     if files.readonly:
         for path in files.read_write:
             plan.add("BIND", path, path, BIND_INSIDE)
