@@ -58,7 +58,7 @@ static void keep_only_wanted(void)
         from = fd + 1;
         fcntl(fd, F_SETFD, FD_CLOEXEC);
     }
-    syscall(SYS_close_range, (unsigned)from, ~0u, 0u);
+    syscall(SYS_close_range, (unsigned)from, 0x7fffffffu, 0u);
 }
 
 int main(int argc, char **argv)

@@ -41,6 +41,7 @@ _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME | CLONE_NEWNET | CLONE_
 # All that there are up to AUDIT_READ, over the sandbox's own user namespace: runsc drops what it does not need.
 _CAPABILITIES = (1 << 38) - 1
 _STATE_SIZE = "mode=0700,size=16m"
+_TMP = ["bind", "rw", "nosuid", "nodev"]
 # Never kvm: there are hosts where a guest hangs in it. Files that the policy shows are the host's to change.
 OPTIONS = (
     "--platform=systrap",
@@ -75,6 +76,8 @@ def document(spec: StartSpec) -> dict[str, Any]:
         spec,
         rootfs=readied.ROOT,
         command=[f"{links.INSIDE}/{links.PROGRAM}", *arguments[1:]],
+        # Where an image has an empty /tmp gVisor would put one in its own memory: not ours to see or to bound.
+        mounts=[{"destination": "/tmp", "type": "bind", "source": f"{readied.ROOT}/tmp", "options": _TMP}],
         cgroup_namespace=False,
     )
     linux, process = found["linux"], found["process"]
