@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -61,6 +62,26 @@ static void keep_only_wanted(void)
     syscall(SYS_close_range, (unsigned)from, 0x7fffffffu, 0u);
 }
 
+/* Where the runtime can't empty the bounding set itself (an OCI runtime may make inheritable only what is in it), it
+ * lends SETPCAP for this alone. Nothing can be put back into the set afterwards. */
+static bool empty_bounding_set(void)
+{
+    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct sets[2];
+    if (syscall(SYS_capget, &header, sets) < 0)
+        return false;
+    if ((sets[0].effective >> CAP_SETPCAP & 1) == 0)
+        return true;
+    for (int capability = 0; prctl(PR_CAPBSET_READ, capability, 0, 0, 0) >= 0; capability++)
+        if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0)
+            return false;
+    uint32_t others = ~(1u << CAP_SETPCAP);
+    sets[0].effective &= others;
+    sets[0].permitted &= others;
+    sets[0].inheritable &= others; /* and with it the ambient one */
+    return syscall(SYS_capset, &header, sets) == 0;
+}
+
 int main(int argc, char **argv)
 {
     if (!config_parse(argc, argv))
@@ -69,6 +90,8 @@ int main(int argc, char **argv)
         refuse("must be process 1 of its namespace");
     occupy_stdio();
     keep_only_wanted();
+    if (!empty_bounding_set())
+        refuse("can't give capabilities up");
     if (config.oom > 0)
         oom_fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);

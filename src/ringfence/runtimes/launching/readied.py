@@ -46,10 +46,10 @@ from ringfence.runtimes.launching.steps import (
     MASKED,
     READ_ONLY,
     SECRETS_SIZE,
-    SHM_SMALLEST,
     TERMINALS,
     add_cgroups,
     add_overlay,
+    shm_limits,
 )
 
 _BASE = f"{STAGE}/stage"
@@ -146,8 +146,8 @@ def _add_pseudo(plan: Plan, spec: StartSpec, root: bool) -> None:
         plan.add("MASK", path)
     for path in READ_ONLY:
         plan.add("READONLY", path)
-    shm = max(SHM_SMALLEST, spec.memory // 2)
-    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},mode=1777")  # noqa: S108
+    options = ",".join(("mode=1777", *shm_limits(spec.memory)))
+    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, options)  # noqa: S108
     owner = identity.host_uid(identity.agent_uid) if root else identity.agent_uid
     group = f",gid={owner}" if root else ""
     options = f"size={SECRETS_SIZE},mode=0755,uid={owner}{group}"

@@ -31,6 +31,7 @@ MASKED = (
 READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys")
 
 SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
+BYTES_PER_INODE = 8192  # of /dev/shm, as of a sandbox's disk
 SECRETS_SIZE = 1 << 20
 TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
 
@@ -79,6 +80,12 @@ def add_limits(plan: Plan, spec: StartSpec) -> None:
     """The resource limits of every process of the wall."""
     for number, value in per_process_limits(spec):
         plan.add("RLIMIT", number, value, value)
+
+
+def shm_limits(memory: int) -> tuple[str, str]:
+    """Options of ``/dev/shm`` that bound its bytes and its files, for a sandbox of so much memory."""
+    size = max(SHM_SMALLEST, memory // 2)
+    return f"size={size}", f"nr_inodes={size // BYTES_PER_INODE}"
 
 
 def agent_gid(identity: Identity) -> int:

@@ -26,11 +26,11 @@ from ringfence.runtimes.launching.steps import (
     MASKED,
     READ_ONLY,
     SECRETS_SIZE,
-    SHM_SMALLEST,
     TERMINALS,
     agent_capabilities,
     agent_gid,
     per_process_limits,
+    shm_limits,
 )
 from ringfence.runtimes.measuring import capability_names
 
@@ -38,6 +38,7 @@ FOLDER = "oci"  # of a sandbox's folder: where its bundle is
 VERSION = "1.0.2"  # of the specification: what runc 1.1, crun 1.8 and runsc all read
 _RLIMITS = {4: "RLIMIT_CORE", 6: "RLIMIT_NPROC", 7: "RLIMIT_NOFILE", 8: "RLIMIT_MEMLOCK"}
 _SETS = ("bounding", "permitted", "effective", "inheritable", "ambient")
+SETPCAP = 1 << 8
 _QUIET = ["nosuid", "nodev", "noexec"]
 _SECCOMP = "@seccomp@"  # stands for the filter until the text is made
 
@@ -66,7 +67,8 @@ def document(
     users = identity.maps if maps is None else maps
     groups = (identity.gid_maps or users) if gid_maps is None else gid_maps
     gid = agent_gid(identity)
-    kept = list(capability_names(agent_capabilities(identity)))
+    held = agent_capabilities(identity)
+    kept = list(capability_names(held | SETPCAP if held else 0))
     namespaces = ["pid", "network", "ipc", "uts", "mount", "user", *(["cgroup"] if cgroup_namespace else [])]
     found: dict[str, Any] = {
         "ociVersion": VERSION,
@@ -79,7 +81,8 @@ def document(
             "env": environment(spec),
             "cwd": "/",
             "noNewPrivileges": True,
-            # The bounding set may hold no more: with no_new_privs nothing is gained from it either.
+            # What is inheritable must be in the bounding set here, so the agent empties that set: with
+            # SETPCAP, which it then gives up.
             "capabilities": dict.fromkeys(_SETS, kept),
             "rlimits": rlimits(spec),
         },
@@ -166,7 +169,6 @@ def _mappings(maps: Iterable[IdMap]) -> list[dict[str, int]]:
 
 def _own_mounts(spec: StartSpec) -> list[Mount]:
     owner = f"uid={spec.identity.agent_uid}", f"gid={agent_gid(spec.identity)}"
-    shm = max(SHM_SMALLEST, spec.memory // 2)
     return [
         _mount("/proc", "proc", _QUIET),
         _mount("/dev", "tmpfs", ["nosuid", "noexec", "mode=755", "size=64k", "ro"]),
@@ -175,7 +177,7 @@ def _own_mounts(spec: StartSpec) -> list[Mount]:
             "devpts",
             ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", f"max={TERMINALS}"],
         ),
-        _mount("/dev/shm", "tmpfs", [*_QUIET, "mode=1777", f"size={shm}"]),  # noqa: S108
+        _mount("/dev/shm", "tmpfs", [*_QUIET, "mode=1777", *shm_limits(spec.memory)]),  # noqa: S108
         _mount("/run/secrets", "tmpfs", [*_QUIET, "mode=755", f"size={SECRETS_SIZE}", *owner]),
     ]
 
