@@ -183,6 +183,7 @@ const char *spawn_step(unsigned number);
 bool become_workload(bool as_root);
 void reset_signals(void);
 extern int null_fd, oom_fd;
+extern bool terminals_silent; /* of a new size; see spawn.c */
 
 /* --- environment.c --- */
 char **environment_build(char *const *own, size_t own_count); /* free() the array only */

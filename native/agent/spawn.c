@@ -145,11 +145,15 @@ static _Noreturn void child_run(const struct spawn *spawn, const struct stdio *s
     _exit(127);
 }
 
-/* The other end by its name: only where the kernel can't hand it over. Nobody but the agent mounts here. */
+/* gVisor's kernel can't hand over the other end of a terminal, and tells nobody of a new size: it is opened by its
+ * name (nobody but the wall's maker mounts here), and the agent tells. */
+bool terminals_silent;
+
 static int open_peer(int master)
 {
     unsigned number;
     char path[32];
+    terminals_silent = true;
     if (ioctl(master, TIOCGPTN, &number) < 0)
         return -1;
     snprintf(path, sizeof path, "/dev/pts/%u", number);
@@ -166,7 +170,7 @@ static int open_terminal(const struct spawn *spawn, struct spawned *result, stru
         return -1;
     int slave = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
     if (slave < 0 && (errno == ENOTTY || errno == EINVAL))
-        slave = open_peer(master); /* gVisor's kernel has no such call */
+        slave = open_peer(master);
     if (slave < 0)
         return -1;
     stdio->in = stdio->out = stdio->err = slave;

@@ -145,6 +145,10 @@ class GvisorRuntime(ForeignRuntime):
         sentry = sandboxes.sentry(child.pid)
         if sentry is None:
             raise StartFailed("the wall of runsc has ended", step="agent")
+        # Out of memory the kernel would rather take a process that stands for one of the workload's, and gVisor
+        # would call that an exit. With gVisor's kernel the whole wall goes, and the cause is known.
+        with contextlib.suppress(OSError), open(f"/proc/{sentry}/oom_score_adj", "w") as file:
+            file.write("1000")
         return self.handle(spec, child, sentry, self.data(spec, child))
 
     def data(self, spec: StartSpec, child: Child) -> dict[str, Any]:

@@ -24,6 +24,8 @@ _JAIL = Capabilities(
     network=("none",),
 )
 _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False)
+# runsc makes its own user namespaces only where more than one id can be mapped: left to root.
+_GVISOR = replace(_JAIL, rootless=False)
 _FAKE = Capabilities(rootless=True, recover=True)
 
 RUNTIMES: dict[str, dict[str, Capabilities]] = {
@@ -34,6 +36,7 @@ RUNTIMES: dict[str, dict[str, Capabilities]] = {
     "nsjail": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
     "runc": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
     "crun": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
+    "gvisor": {"root": _GVISOR, "user": _GVISOR},
     "fake": {"root": _FAKE, "user": _FAKE},
 }
 
