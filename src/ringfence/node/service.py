@@ -287,6 +287,7 @@ class Node:
                 ephemeral=not request.keep,
                 memory=size.memory,
                 cpus=size.cpus,
+                host_functions=process.host_functions,
             )
         )
         change: dict[str, Any] = {"state": HANDLE, "handle": handle_as_json(made.handle)}

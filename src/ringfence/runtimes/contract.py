@@ -69,6 +69,7 @@ class Capabilities:
     disk_snapshot: bool = False
     memory_snapshot: bool = False
     gpu: bool = False
+    programs: bool = True            # runs any program of its root; else only what the driver maps
     network: tuple[str, ...] = ("none",)
 
 
@@ -191,6 +192,7 @@ class StartSpec:
     ephemeral: bool = True
     memory: int = 0                  # bytes; drivers with own accounting (VMs) use it
     cpus: float = 0
+    host_functions: tuple[str, ...] = ()  # `module.name` of what the policy lets a WebAssembly module call
 
 
 @dataclass(frozen=True, slots=True)

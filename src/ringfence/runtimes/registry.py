@@ -21,10 +21,11 @@ BUILT_IN = {
     "runc": ("ringfence.runtimes.runc", "RuncRuntime"),
     "crun": ("ringfence.runtimes.crun", "CrunRuntime"),
     "gvisor": ("ringfence.runtimes.gvisor", "GvisorRuntime"),
+    "wasm": ("ringfence.runtimes.wasm.driver", "WasmRuntime"),
     "fake": ("ringfence.runtimes.fake", "FakeRuntime"),
 }
 # Walls that nothing chooses by itself: they must be asked for by name.
-BY_NAME_ONLY = frozenset({"fake"})
+BY_NAME_ONLY = frozenset({"wasm", "fake"})
 
 
 def names() -> list[str]:
