@@ -498,7 +498,7 @@ void process_resize(struct channel *channel, const uint8_t *data, size_t size)
     else if (terminals_silent) {
         pid_t group = 0;
         if (ioctl(process->out[0].source.fd, TIOCGPGRP, &group) < 0 || group <= 1)
-            group = process->pid;
+            group = process->child.pid;
         kill(-group, SIGWINCH);
     }
     if (error != 0)
