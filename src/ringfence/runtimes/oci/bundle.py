@@ -112,7 +112,9 @@ def text(document: dict[str, Any]) -> str:
     Raises:
         KeyError: there is no filter for this machine's architecture.
     """
-    return json.dumps(document).replace(f'"{_SECCOMP}"', _seccomp(os.uname().machine), 1)
+    # The last one: nothing that a policy can say comes after it.
+    before, _, after = json.dumps(document).rpartition(f'"{_SECCOMP}"')
+    return before + _seccomp(os.uname().machine) + after
 
 
 def write(spec: StartSpec, document: dict[str, Any]) -> str:
