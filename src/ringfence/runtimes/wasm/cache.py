@@ -16,6 +16,7 @@ import platform
 import stat
 import sys
 
+import ringfence
 from ringfence.model.errors import HostLimit, InvalidRequest, RuntimeUnavailable
 from ringfence.runtimes.wasm import packages
 
@@ -23,6 +24,11 @@ VARIABLE = "RINGFENCE_MODULES"  # another place for compiled modules
 FOLDER = "modules"
 MOST_CODE = 512 << 20
 _FORMAT = "1"
+_PYTHON = os.path.realpath(sys.executable)
+_PLACE = os.path.dirname(os.path.dirname(os.path.abspath(ringfence.__file__)))
+_START = (
+    f"import sys; sys.path.insert(0, {_PLACE!r}); from ringfence.runtimes.wasm.compiling import main; main()"
+)
 
 
 def root_for(folder: str) -> str:
@@ -156,12 +162,8 @@ async def compiled(library: str, code: bytes, *, fuel: bool) -> bytes:
         InvalidRequest: it is no module.
         HostLimit: the compiler ended for another reason.
     """
-    import ringfence
-
-    site = os.path.dirname(os.path.dirname(os.path.abspath(ringfence.__file__)))
-    start = f"import sys; sys.path.insert(0, {site!r}); from ringfence.runtimes.wasm.compiling import main; main()"
     process = await asyncio.create_subprocess_exec(
-        os.path.realpath(sys.executable), "-I", "-S", "-c", start,
+        _PYTHON, "-I", "-S", "-c", _START,
         json.dumps({"library": library, "fuel": fuel}),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={"PATH": "/usr/bin:/bin"},

@@ -96,7 +96,7 @@ def serve(
         message = _receive()
         limit = message.get("deadline", deadline)
         try:
-            with _Watch(engine, instance, limit):
+            with _Watch(engine, instance, limit, fuel):
                 value = instance.call(str(message["call"]), *message["args"])
             answer: dict[str, Any] = {"value": value}
         except EngineError as error:
@@ -109,15 +109,16 @@ def serve(
 
 
 class _Watch:
-    """The deadline of one call."""
+    """The deadline and the fuel of one call."""
 
-    def __init__(self, engine: Engine, instance: Instance, seconds: float | None) -> None:
+    def __init__(self, engine: Engine, instance: Instance, seconds: float | None, fuel: int | None) -> None:
         self._engine = engine
+        self._fuel = fuel
         self._instance = instance
         self._seconds = seconds
 
     def __enter__(self) -> None:
-        self._instance.engine.lib.wasmtime_context_set_epoch_deadline(self._instance.context, 1)
+        self._instance.refuel(self._fuel)
         if self._seconds is not None:
             import _thread
 

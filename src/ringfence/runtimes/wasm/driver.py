@@ -65,6 +65,7 @@ _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _LISTEN = 3
 _NOFILE = 7
 _WORKER_FILES = 4096  # links, and three pipes a command
+MEMORY_MARGIN = 32 << 20  # bytes of a module's memory beyond the sandbox's limit
 COMPILE_TIMEOUT = 25.0  # seconds that a start waits for an interpreter to be compiled, the first time
 # The worker's own things lie where every root has an empty folder that no module can open.
 _SITE, _MODULES, _LIBRARY = "/sys/site", "/sys/modules", "/sys/library.so"
@@ -183,7 +184,10 @@ class WasmRuntime(LaunchedRuntime):
     # -- modules
 
     async def _modules(self, spec: StartSpec, library: str) -> dict[str, str]:
-        """Name or digest → compiled form: the interpreters, and modules that the policy mounts as such."""
+        """Name or digest → compiled form: the interpreters, and modules that the policy mounts as such.
+
+        Where a module is mounted, an interpreter that is not compiled yet is not waited for.
+        """
         folder = cache.root_for(spec.folder)
         store = self._caches.get(folder)
         if store is None:
@@ -191,20 +195,28 @@ class WasmRuntime(LaunchedRuntime):
         fuel = FUEL in spec.env
         mark = "+fuel" if fuel else ""
         found: dict[str, str] = {}
+        mounted = _mounted(spec)
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT):
+                for source in mounted:
+                    digest = await asyncio.to_thread(store.digest, source)
+                    found[digest + mark] = await store.get(source, fuel=fuel)
                 for name, source in packages.interpreters().items():
-                    found[name + mark] = await store.get(source, fuel=fuel)
-                for bind in spec.root.binds:
-                    if bind.target.endswith(".wasm") and os.path.isfile(bind.source):
-                        digest = await asyncio.to_thread(store.digest, bind.source)
-                        found[digest + mark] = await store.get(bind.source, fuel=fuel)
+                    ready = await asyncio.to_thread(self._ready, store, source, fuel) if mounted else None
+                    if not mounted:
+                        ready = await store.get(source, fuel=fuel)
+                    if ready is not None:
+                        found[name + mark] = ready
         except TimeoutError:
             raise RuntimeUnavailable(
                 "the WebAssembly interpreters are still being compiled, once a machine",
                 hint="try again in half a minute",
             ) from DeadlineExceeded(f"{COMPILE_TIMEOUT:g} s have passed")
         return found
+
+    @staticmethod
+    def _ready(store: cache.ModuleCache, source: str, fuel: bool) -> str | None:
+        return store.find(store.digest(source), fuel=fuel)
 
     # -- the plan
 
@@ -253,10 +265,11 @@ class WasmRuntime(LaunchedRuntime):
             "cgroups": cgroups,
             "library": _LIBRARY,
             "modules": inside,
-            "sources": {},
+            "sources": {name: f"{_MODULES}/{name}.wasm" for name in packages.interpreters()},
             "folders": _folders(spec),
             "host_functions": list(spec.host_functions),
-            "memory": min(spec.memory, 4 << 30),
+            # Above what the sandbox may have: whoever takes more is killed for it, and the host knows why.
+            "memory": min(spec.memory + MEMORY_MARGIN, 4 << 30) if spec.memory else 0,
             "max_open_files": spec.max_open_files,
             "workdir": spec.workdir,
             "env": environment_of(spec),
@@ -308,6 +321,12 @@ class WasmRuntime(LaunchedRuntime):
         return inside
 
 
+def _mounted(spec: StartSpec) -> list[str]:
+    """Files that the policy shows inside as modules."""
+    binds = (bind for bind in spec.root.binds if bind.target.endswith(".wasm"))
+    return [bind.source for bind in binds if os.path.isfile(bind.source)]
+
+
 def _add_site(plan: Plan, modules: dict[str, str], library: str) -> dict[str, str]:
     """Our package, Wasmtime and compiled modules, on a small file system of their own."""
     plan.add("MOUNT", "site", "/sys", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
@@ -320,6 +339,8 @@ def _add_site(plan: Plan, modules: dict[str, str], library: str) -> dict[str, st
     for name, source in modules.items():
         inside[name] = f"{_MODULES}/{name}"
         plan.add("BIND", source, inside[name], BIND_READONLY | BIND_MAKE)
+    for name, source in packages.interpreters().items():
+        plan.add("BIND", source, f"{_MODULES}/{name}.wasm", BIND_READONLY | BIND_MAKE | BIND_NOEXEC)
     plan.add("REMOUNT", "/sys", ATTR_RDONLY)
     return inside
 
@@ -359,7 +380,7 @@ def _folders(spec: StartSpec) -> list[tuple[str, str, bool]]:
     """What a module can open: the writable folders, secrets, and what the policy mounts; nothing else."""
     files = spec.root
     system = {"/usr", "/opt", "/bin", "/sbin"}
-    found = {path: True for path in _OPEN}
+    found = dict.fromkeys(_OPEN, True)
     if files.readonly:
         found = dict.fromkeys(files.read_write, True)
     else:

@@ -20,6 +20,7 @@ EXTERN_SIZE = 64  # at least sizeof(wasmtime_extern_t); the union is at 8
 _FUNC, _MEMORY = 0, 3
 _FORMATS = {0: "<i", 1: "<q", 2: "<f", 3: "<d"}
 INTERRUPT, OUT_OF_FUEL = 10, 11  # wasmtime_trap_code_t
+_MOST_FUEL = 2**62
 _MOST_TABLE = 1 << 20  # elements
 
 
@@ -220,12 +221,18 @@ class Instance:
         self.store = lib.wasmtime_store_new(engine.pointer, None, None)
         self.context = lib.wasmtime_store_context(self.store)
         lib.wasmtime_store_limiter(self.store, memory, _MOST_TABLE, 8, 16, 4)
-        lib.wasmtime_context_set_epoch_deadline(self.context, 1)
-        if engine.fuel:
-            engine.check(lib.wasmtime_context_set_fuel(self.context, 2**63 if fuel is None else fuel))
+        self.refuel(fuel)
         self.linker = lib.wasmtime_linker_new(engine.pointer)
         self._instance = (c_ubyte * 16)()
         self._kept: list[Any] = []  # callbacks must live as long as the linker
+
+    def refuel(self, fuel: int | None) -> None:
+        """Begin anew to count fuel, and to heed :meth:`Engine.increment_epoch`."""
+        lib = self.engine.lib
+        lib.wasmtime_context_set_epoch_deadline(self.context, 1)
+        if self.engine.fuel:
+            amount = _MOST_FUEL if fuel is None else fuel
+            self.engine.check(lib.wasmtime_context_set_fuel(self.context, amount))
 
     def close(self) -> None:
         """Free the store."""
@@ -370,7 +377,7 @@ def _packed(kind: int, value: Number) -> bytes:
     if form is None:
         raise EngineError("the function takes or gives a value that is no number")
     if kind < 2:
-        if isinstance(value, float) or isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise EngineError(f"{value!r} is no {KINDS[kind]}")
         bits = 32 if kind == 0 else 64
         if not -(2 ** (bits - 1)) <= value < 2**bits:

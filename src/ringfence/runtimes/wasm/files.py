@@ -35,6 +35,7 @@ class Streaming(Channel):
         self._offset = 0
 
     def pump(self) -> None:
+        """See the base."""
         while self.open() and not self.sent_close and self.credit[1] and not self.link.full:
             if not self._piece:
                 try:
@@ -53,6 +54,7 @@ class Streaming(Channel):
             self._offset += len(data)
 
     def gone(self) -> None:
+        """See the base."""
         close = getattr(self._source, "close", None)
         if close is not None:
             close()
@@ -68,6 +70,7 @@ class Receiving(Channel):
         self.descriptor = descriptor
 
     def on_data(self, data: bytes) -> None:
+        """See the base."""
         try:
             rest = memoryview(data)
             while rest:
@@ -78,6 +81,7 @@ class Receiving(Channel):
         self.grant(min(len(data), HOST_WINDOW - self.room))
 
     def on_eof(self) -> None:
+        """See the base."""
         try:
             answer = self.complete()
         except OSError as error:
@@ -91,6 +95,7 @@ class Receiving(Channel):
         raise NotImplementedError
 
     def gone(self) -> None:
+        """See the base."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -118,6 +123,7 @@ class _Write(Receiving):
         return [(1, size)]
 
     def gone(self) -> None:
+        """See the base."""
         super().gone()
         if self._temporary:
             with contextlib.suppress(OSError):
@@ -270,9 +276,8 @@ def status(worker: Worker, link: Link, number: int, fields: Fields) -> None:
 def move(worker: Worker, link: Link, number: int, fields: Fields) -> None:
     """file.move"""
     source, target = _path(worker, fields), _path(worker, fields, 2)
-    if fields.number(3, 0) & 1:
-        if os.path.lexists(target):
-            raise OSError(errno.EEXIST, "the target is there")
+    if fields.number(3, 0) & 1 and os.path.lexists(target):
+        raise OSError(errno.EEXIST, "the target is there")
     os.rename(source, target)
     link.answer(number, [])
 

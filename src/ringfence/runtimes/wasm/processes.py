@@ -73,6 +73,7 @@ class Process:
         self.pid = pid
         self.argv = argv
         self.rings = rings
+        self.ring = min(ring.limit for ring in rings.values())
         self.readers: set[ProcessChannel] = set()
         self.status: int | None = None
         self.usage = (0, 0, 0)
@@ -93,16 +94,19 @@ class Process:
         """The oldest offset that somebody may still need."""
         ring = self.rings[stream]
         readers = [reader for reader in self.readers if stream in reader.credit]
+        # What is under way to a reader is kept until it has taken it: a whole window, if that is more.
+        ring.limit = max([self.ring, *(reader.window for reader in readers)])
         if not readers:
             return ring.end if ring.drop else ring.start
-        return min(reader.surely_taken(stream, ring.limit) for reader in readers)
+        return min(reader.surely_taken(stream) for reader in readers)
 
     def arm(self, stream: int) -> None:
         """Watch the pipe if there is room, else leave it unread."""
         ring = self.rings.get(stream)
         if ring is None or ring.descriptor is None:
             return
-        if (not self.readers and ring.drop) or ring.space(self._keep(stream)) > 0:
+        keep = self._keep(stream)
+        if (not self.readers and ring.drop) or ring.space(keep) > 0:
             self.worker.loop.watch(ring.descriptor, select.EPOLLIN, lambda _: self.read(stream))
         else:
             self.worker.loop.forget(ring.descriptor)
@@ -278,18 +282,16 @@ class ProcessChannel(Channel):
         self.process.readers.add(self)
         self.pump()
 
-    def surely_taken(self, stream: int, limit: int) -> int:
-        """What the host has got for sure. It may lose what is under way, and attach again to get that.
-
-        Where the ring is smaller than the window it can't be known: credit would come too late.
-        """
-        at = self.at[stream]
-        return min(at, self.first[stream] + self.granted[stream]) if limit >= self.window else at
+    def surely_taken(self, stream: int) -> int:
+        """What the host has got for sure. It may lose what is under way, and attach again to get that."""
+        return min(self.at[stream], self.first[stream] + self.granted[stream])
 
     def on_data(self, data: bytes) -> None:
+        """See the base."""
         self.process.write(data)
 
     def on_eof(self) -> None:
+        """See the base."""
         self.process.end_input()
 
     def taken(self) -> None:
@@ -300,6 +302,7 @@ class ProcessChannel(Channel):
             self.grant(min(count, HOST_WINDOW - self.room))
 
     def pump(self) -> None:
+        """See the base."""
         if not self._started or not self.open():
             return
         process = self.process
@@ -340,6 +343,7 @@ class ProcessChannel(Channel):
             self.process.arm(stream)
 
     def gone(self) -> None:
+        """See the base."""
         self.process.readers.discard(self)
         for stream in self.process.rings:
             self.process.arm(stream)
