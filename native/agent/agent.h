@@ -27,6 +27,7 @@
 
 struct config {
     int listen_fd, stream_in, stream_out, wake_fd;
+    int filter_fd; /* a file of struct sock_filter that the agent puts on itself, or -1 */
     const char *listen_path, *workdir, *home;
     uid_t uid;
     gid_t gid;

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.contract import Capabilities, Probe, StartSpec
@@ -145,8 +146,6 @@ def configuration(spec: StartSpec, agent: int, cgroups: Sequence[int]) -> str:
 
 
 def _lines(spec: StartSpec, agent: int, cgroups: Sequence[int]) -> Iterator[str]:
-    from ringfence.runtimes.seccomp import export
-
     identity = spec.identity
     yield "mode: EXECVE"
     yield "log_level: ERROR"
@@ -171,10 +170,17 @@ def _lines(spec: StartSpec, agent: int, cgroups: Sequence[int]) -> Iterator[str]
         yield f"pass_fd: {number}"
     for text in environment(spec):
         yield f"envar: {_quoted(text)}"
-    yield f"seccomp_string: {_quoted(export.to_kafel(os.uname().machine))}"
+    yield _filter(os.uname().machine)
     words = list(agent_arguments(spec, LISTEN, cgroups))
     arguments = " ".join(f"arg: {_quoted(word)}" for word in words[1:])
     yield f'exec_bin {{ path: "/proc/self/fd/{agent}" arg0: {_quoted(words[0])} {arguments} }}'
+
+
+@lru_cache(maxsize=2)
+def _filter(machine: str) -> str:
+    from ringfence.runtimes.seccomp import export
+
+    return f"seccomp_string: {_quoted(export.to_kafel(machine))}"
 
 
 def _quoted(text: str) -> str:

@@ -79,6 +79,29 @@ async def test_no_process_keeps_a_bounding_set(foreign: Bench) -> None:
     assert not agent.effective >> 8 & 1  # SETPCAP was lent
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\0" * 8])
+async def test_without_the_filter_there_is_no_wall(
+    oci: Bench, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent installs it: it must refuse to serve if it can't. The control is every other test here."""
+    broken = os.memfd_create("broken", os.MFD_CLOEXEC)
+    os.write(broken, content)
+    monkeypatch.setattr(oci.context, "filter_fd", lambda _name: broken)
+    with pytest.raises(StartFailed, match="system call filter"):
+        await oci.start()
+    os.close(broken)
+
+
+async def test_the_filter_is_the_jail_s_own(oci: Bench) -> None:
+    handle = await oci.start()
+    boundary = await oci.runtime.measure(handle)
+    assert (boundary.seccomp, boundary.no_new_privs) == ("filter", True)
+    code, text = await oci.run(handle, "grep -E 'Seccomp' /proc/self/status; unshare -U true 2>&1 || echo no")
+    assert code == 0
+    assert text.split() == ["Seccomp:", "2", "Seccomp_filters:", "1", *text.split()[4:]]
+    assert text.endswith("no\n")
+
+
 async def test_processes_stay_in_the_cgroup_that_the_node_made(foreign: Bench) -> None:
     folder = Path("/sys/fs/cgroup/pids/rf-oci-test")
     if not Path("/sys/fs/cgroup/pids/cgroup.procs").exists():

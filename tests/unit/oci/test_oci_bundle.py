@@ -87,6 +87,10 @@ def test_the_filter_is_the_policy_s_whatever_the_policy_is_called() -> None:
     assert named["linux"]["seccomp"] == plain  # type: ignore[index]
 
 
+def test_a_filter_that_somebody_else_installs_is_left_out() -> None:
+    assert "seccomp" not in made(spec(hostname="@seccomp@"), seccomp=False)["linux"]  # type: ignore[operator]
+
+
 def test_binds_only_where_the_runtime_mounts_them() -> None:
     found = {each["destination"]: each for each in made(spec(), binds=True)["mounts"]}  # type: ignore[attr-defined]
     assert found["/usr"]["options"] == ["rbind", "nosuid", "nodev", "ro"]

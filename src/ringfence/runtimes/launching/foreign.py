@@ -61,7 +61,8 @@ class ForeignRuntime(LaunchedRuntime):
         """
 
     def command(self, spec: StartSpec, agent: int, cgroups: Sequence[int]) -> list[str]:
-        """The program's argv. ``agent`` is the descriptor of the agent's binary, ``cgroups`` the workload's.
+        """The program's argv. ``agent`` is the descriptor of the agent's binary, the next one that of the
+        system call filter; ``cgroups`` are the workload's.
 
         Called in a thread of the event loop; may write files into the sandbox's folder.
         """
@@ -231,7 +232,13 @@ class ForeignRuntime(LaunchedRuntime):
         agent = LISTEN + 1 + len(work)
         readied.add_root(plan, spec, root=root)
         # Never the node's own: programs give the standard streams to the sandbox's user.
-        given = {0: silence, 1: words, 2: words, LISTEN: listener, agent: self.context.agent_fd()}
+        # Another description of the file: for reading only.
+        rules = os.open(f"/proc/self/fd/{self.context.filter_fd(spec.seccomp)}", os.O_RDONLY | os.O_CLOEXEC)
+        opened.append(rules)
+        given = {
+            0: silence, 1: words, 2: words,
+            LISTEN: listener, agent: self.context.agent_fd(), agent + 1: rules,
+        }  # fmt: skip
         for number, descriptor in (given | dict(zip(numbers, work, strict=True))).items():
             plan.add("FD", plan.fd(descriptor), number)
         plan.add("NO_NEW_PRIVS")

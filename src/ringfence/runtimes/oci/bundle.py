@@ -56,12 +56,14 @@ def document(
     mounts: Iterable[Mount] = (),
     cgroups_path: str | None = None,
     cgroup_namespace: bool = True,
+    seccomp: bool = True,
 ) -> dict[str, Any]:
     """The content of ``config.json``, but for the filter, which :func:`text` puts in.
 
     ``command`` is the guest agent's, with a path inside. ``maps`` and ``gid_maps`` replace the identity's
     where the runtime itself runs in a user namespace and counts in that one's ids. ``binds``: the runtime
-    mounts the spec's binds and read-only paths too. ``mounts`` come after all others.
+    mounts the spec's binds and read-only paths too. ``mounts`` come after all others. ``seccomp=False``: the
+    filter is installed by somebody else, who must.
     """
     identity, files = spec.identity, spec.root
     users = identity.maps if maps is None else maps
@@ -98,7 +100,7 @@ def document(
             "gidMappings": _mappings(groups),
             "maskedPaths": list(MASKED),
             "readonlyPaths": list(READ_ONLY),
-            "seccomp": _SECCOMP,
+            **({"seccomp": _SECCOMP} if seccomp else {}),
         },
     }
     if cgroups_path is not None:
@@ -112,8 +114,12 @@ def text(document: dict[str, Any]) -> str:
     Raises:
         KeyError: there is no filter for this machine's architecture.
     """
+    if "seccomp" not in document["linux"]:
+        return json.dumps(document)
     # The last one: nothing that a policy can say comes after it.
-    before, _, after = json.dumps(document).rpartition(f'"{_SECCOMP}"')
+    before, found, after = json.dumps(document).rpartition(f'"{_SECCOMP}"')
+    if not found:  # a driver has put in one of its own
+        return after
     return before + _seccomp(os.uname().machine) + after
 
 
