@@ -57,6 +57,8 @@ static bool set(const char *key, size_t size, const char *text)
         return (config.workdir = text)[0] == '/';
     if (KEY("home"))
         return (config.home = text)[0] == '/';
+    if (KEY("filter") && number(text, 10, 1 << 20, &value))
+        return (config.filter_fd = (int)value) >= 0;
     if (KEY("caps"))
         return number(text, 16, UINT64_MAX, &config.caps);
     if (KEY("uid") && number(text, 10, UINT32_MAX - 1u, &value))
@@ -69,8 +71,6 @@ static bool set(const char *key, size_t size, const char *text)
         return (config.oom = (int)value) >= 0;
     if (KEY("wake") && number(text, 10, 1 << 20, &value))
         return (config.wake_fd = (int)value) >= 0;
-    if (KEY("filter") && number(text, 10, 1 << 20, &value))
-        return (config.filter_fd = (int)value) >= 0;
     if (KEY("max_links") && number(text, 10, LINKS_MAX, &value))
         return (config.max_links = (unsigned)value) != 0;
 #undef KEY
