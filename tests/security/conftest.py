@@ -13,7 +13,7 @@ from security.attacks import WALLS
 from security.stage import Stage
 from security.walls import caller
 
-RUNTIMES = ("jail", "bubblewrap", "nsjail", "runc", "crun")
+RUNTIMES = ("jail", "bubblewrap", "nsjail", "runc", "crun", "gvisor")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -92,9 +92,7 @@ async def dial_patiently(handle: Handle, alive: Callable[[], bool]) -> socket.so
             return dial(handle.folder)
         except BlockingIOError:
             if time.monotonic() > deadline or not alive():
-                raise LinkLost(
-                    "the guest agent accepts no connections", hint="destroy the sandbox"
-                ) from None
+                raise LinkLost("the guest agent accepts no connections", hint="destroy the sandbox") from None
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.05)
         except OSError as error:

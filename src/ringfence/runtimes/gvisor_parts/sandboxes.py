@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,15 +34,21 @@ from ringfence.runtimes.launching.plan import (
     Plan,
     id_maps,
 )
-from ringfence.runtimes.launching.steps import add_cgroups
-from ringfence.runtimes.measuring import children
+from ringfence.runtimes.launching.steps import add_cgroups, agent_capabilities
+from ringfence.runtimes.measuring import capability_names, children
 from ringfence.runtimes.oci import bundle
 
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-# All that there are up to AUDIT_READ, over the sandbox's own user namespace: runsc drops what it does not need.
+# All up to AUDIT_READ, over the sandbox's own user namespace: runsc drops what it does not need.
 _CAPABILITIES = (1 << 38) - 1
 _STATE_SIZE = "mode=0700,size=16m"
-_TMP = ["bind", "rw", "nosuid", "nodev"]
+MEMORY = f"{readied.STATE}/memory"  # the image that a wall is restored from
+_TMP = {
+    "destination": "/tmp",  # noqa: S108
+    "type": "bind",
+    "source": f"{readied.ROOT}/tmp",  # noqa: S108
+    "options": ["bind", "rw", "nosuid", "nodev"],
+}
 # Never kvm: there are hosts where a guest hangs in it. Files that the policy shows are the host's to change.
 OPTIONS = (
     "--platform=systrap",
@@ -71,6 +76,11 @@ def as_seen(spec: StartSpec) -> StartSpec:
     return replace(spec, identity=replace(spec.identity, agent_uid=0))
 
 
+def restoring(name: str) -> list[str]:
+    """The verb that starts a wall from an image."""
+    return ["restore", "--bundle", "{bundle}", "--image-path", MEMORY, name]
+
+
 def document(spec: StartSpec) -> dict[str, Any]:
     """The bundle: gVisor's kernel counts in the ids of the sandbox's user namespace, and makes no other."""
     spec = as_seen(spec)
@@ -79,14 +89,18 @@ def document(spec: StartSpec) -> dict[str, Any]:
         spec,
         rootfs=readied.ROOT,
         command=[f"{links.INSIDE}/{links.PROGRAM}", *arguments[1:]],
-        # Where an image has an empty /tmp gVisor would put one in its own memory: not ours to see or to bound.
-        mounts=[{"destination": "/tmp", "type": "bind", "source": f"{readied.ROOT}/tmp", "options": _TMP}],
+        # An empty /tmp gVisor would put into its own memory: not ours to see or to bound.
+        mounts=[_TMP],
         cgroup_namespace=False,
     )
     linux, process = found["linux"], found["process"]
     linux["namespaces"] = [each for each in linux["namespaces"] if each["type"] != "user"]
     del linux["uidMappings"], linux["gidMappings"]
     linux["seccomp"] = call_filter(os.uname().machine)
+    # Of gVisor's kernel alone: a program of user 0 gets what its bounding set has, and a restored copy gets
+    # a host name of its own (SYS_ADMIN). Commands keep nothing of it.
+    kept = [*capability_names(agent_capabilities(spec.identity)), "CAP_SYS_ADMIN"]
+    process["capabilities"] = dict.fromkeys(process["capabilities"], kept)
     # What is read-only is mounted so on the host's side; gVisor would not let anything under it be written.
     found["root"]["readonly"] = False
     limits = [each for each in process["rlimits"] if each["type"] != "RLIMIT_NPROC"]
@@ -98,10 +112,11 @@ def document(spec: StartSpec) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def call_filter(machine: str) -> dict[str, Any]:
-    """What of gVisor's kernel the workload may not call: the calls that our filter answers with EPERM, whatever
-    their arguments, and clone with a new namespace.
+    """What of gVisor's kernel the workload may not call: the calls that our filter answers with EPERM
+    whatever their arguments, and clone with a new namespace.
 
-    Not the whole filter: gVisor's compiler can't take it, and calls that only a real kernel has end in gVisor.
+    Not the whole filter: gVisor's compiler can't take it, and odd calls end in gVisor's kernel. Not clone3:
+    gVisor's filter knows no other answer than EPERM, with which the C library makes no threads at all.
     """
     from ringfence.runtimes.seccomp import export
 
@@ -111,11 +126,12 @@ def call_filter(machine: str) -> dict[str, Any]:
         for entry in whole["syscalls"]
         if entry["action"] == "SCMP_ACT_ERRNO" and ("args" not in entry or entry["names"] == ["clone"])
     ]
-    without = {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS}
+    for entry in denied:
+        entry["names"] = [name for name in entry["names"] if name != "sethostname"]
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
         "architectures": whole["architectures"],
-        "syscalls": [*denied, without],
+        "syscalls": denied,
     }
 
 
@@ -133,8 +149,9 @@ def plan(
     silence: int,
     words: int,
     opened: list[int],
+    memory: str = "",
 ) -> Plan:
-    """The steps from nothing to a running runsc; writes the bundle."""
+    """The steps from nothing to a running runsc; writes the bundle. ``memory``: of an image to restore."""
     identity = spec.identity
     first = identity.host_uid(0)
     folder = bundle.write(spec, document(spec))
@@ -159,6 +176,9 @@ def plan(
     made.add("MOUNT", "state", readied.STATE, "tmpfs", quiet, f"{_STATE_SIZE},uid={first},gid={first}")
     made.add("MKDIR", f"{readied.STATE}/bundle", 0o700, first, first)
     made.add("BIND", folder, f"{readied.STATE}/bundle", BIND_READONLY | BIND_NOEXEC)
+    if memory:
+        made.add("MKDIR", MEMORY, 0o700, first, first)
+        made.add("BIND", memory, MEMORY, BIND_READONLY | BIND_IDMAP | BIND_NOEXEC)
     made.add("USERNS_ENTER")
     made.add("WRITE", "/proc/sys/user/max_user_namespaces", "8")
     made.add("NO_NEW_PRIVS")
