@@ -29,10 +29,10 @@ def report(outcomes: list[Outcome]) -> str:
     # runc wants user 0 mapped, and has subordinate ids for that or says so (tests/integration/oci).
     [
         ("jail", False), ("jail", True), ("bubblewrap", False), ("nsjail", False), ("nsjail", True),
-        ("runc", True), ("crun", False), ("fake", False),
+        ("runc", True), ("crun", False), ("wasm", False), ("fake", False),
     ],
     ids=[
-        "jail", "jail-with-ids", "bubblewrap", "nsjail", "nsjail-with-ids", "runc-with-ids", "crun", "fake",
+        "jail", "jail-with-ids", "bubblewrap", "nsjail", "nsjail-with-ids", "runc-with-ids", "crun", "wasm", "fake",
     ],
 )  # fmt: skip
 def test_conformance(runtime: str, ids: bool, request: pytest.FixtureRequest) -> None:
@@ -40,6 +40,8 @@ def test_conformance(runtime: str, ids: bool, request: pytest.FixtureRequest) ->
     if chosen and runtime not in chosen:
         return
     with normal_user(ids=ids) as user:
+        if runtime == "wasm":
+            user.give_modules()
         args = ["tests/conformance/test_runtimes.py", f"--ringfence-runtime={runtime}"]
         outcomes, done = user.pytest(*args, *(["-k", WITH_IDS] if ids else []), timeout=390)
     counts = Counter(found.outcome for found in outcomes)

@@ -24,6 +24,8 @@ VARIABLE = "RINGFENCE_MODULES"  # another place for compiled modules
 FOLDER = "modules"
 MOST_CODE = 512 << 20
 _FORMAT = "1"
+# Bytes of address space and seconds of processor time of a compilation. CPython takes 2 GiB and 30 s.
+_TRUSTED, _HOSTILE = (8 << 30, 600), (4 << 30, 60)
 _PYTHON = os.path.realpath(sys.executable)
 _PLACE = os.path.dirname(os.path.dirname(os.path.abspath(ringfence.__file__)))
 _START = (
@@ -128,7 +130,8 @@ class ModuleCache:
         code = await asyncio.to_thread(_read, source)
         if hashlib.sha256(code).hexdigest() != digest:
             raise InvalidRequest(f"the module {source} changed while it was read", hint="try again")
-        made = await compiled(self.library, code, fuel=fuel)
+        trusted = source in packages.interpreters().values()
+        made = await compiled(self.library, code, fuel=fuel, trusted=trusted)
         try:
             await asyncio.to_thread(self._store, path, made)
         except OSError as error:
@@ -155,16 +158,17 @@ class ModuleCache:
         self._verified[path] = _mark(os.lstat(path))
 
 
-async def compiled(library: str, code: bytes, *, fuel: bool) -> bytes:
-    """Compile in a process of its own.
+async def compiled(library: str, code: bytes, *, fuel: bool, trusted: bool = False) -> bytes:
+    """Compile in a process of its own; a trusted module may take more of memory and time.
 
     Raises:
         InvalidRequest: it is no module.
         HostLimit: the compiler ended for another reason.
     """
+    memory, seconds = _TRUSTED if trusted else _HOSTILE
     process = await asyncio.create_subprocess_exec(
         _PYTHON, "-I", "-S", "-c", _START,
-        json.dumps({"library": library, "fuel": fuel}),
+        json.dumps({"library": library, "fuel": fuel, "memory": memory, "seconds": seconds}),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={"PATH": "/usr/bin:/bin"},
     )  # fmt: skip

@@ -13,12 +13,20 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import replace
 
 import ringfence
-from ringfence.model.errors import DeadlineExceeded, HostLimit, RuntimeUnavailable, StartFailed, Unsupported
+from ringfence.model.errors import (
+    DeadlineExceeded,
+    HostLimit,
+    RingfenceError,
+    RuntimeUnavailable,
+    StartFailed,
+    Unsupported,
+)
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE, RuntimeContext
-from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, StartSpec
+from ringfence.runtimes.contract import Bind, Capabilities, Handle, Health, Identity, Probe, StartSpec
 from ringfence.runtimes.launching import freezing, sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.guestargs import environment_of
@@ -65,6 +73,9 @@ _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _LISTEN = 3
 _NOFILE = 7
 _WORKER_FILES = 4096  # links, and three pipes a command
+_PROBE_TIMEOUT = 5.0
+_EMPTY = b"\0asm\1\0\0\0"  # the smallest module
+PROBE = "probe"  # the id of a probe's wall, which waits for no compilation
 MEMORY_MARGIN = 32 << 20  # bytes of a module's memory beyond the sandbox's limit
 COMPILE_TIMEOUT = 25.0  # seconds that a start waits for an interpreter to be compiled, the first time
 # The worker's own things lie where every root has an empty folder that no module can open.
@@ -86,6 +97,7 @@ class WasmRuntime(LaunchedRuntime):
     def __init__(self, context: RuntimeContext) -> None:
         super().__init__(context)
         self._caches: dict[str, cache.ModuleCache] = {}
+        self._compiled = False  # of the last start: all interpreters were
 
     def capabilities(self) -> Capabilities:
         """See the contract."""
@@ -108,9 +120,31 @@ class WasmRuntime(LaunchedRuntime):
 
         if packages.library() is None:
             return unavailable(self, "the package wasmtime is not installed", packages.REMEDY)
+        version = packages.version()
         if not packages.interpreters():
-            return unavailable(self, "no interpreter is installed", packages.REMEDY, packages.version())
-        return await probe(self, packages.version())
+            return unavailable(self, "no interpreter is installed", packages.REMEDY, version)
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT):
+                await cache.compiled(cache.require_library(), _EMPTY, fuel=False)
+        except (TimeoutError, RingfenceError) as error:
+            return unavailable(self, f"Wasmtime compiles nothing here: {error}", packages.REMEDY, version)
+        answer = await probe(self, version)
+        if answer.health != Health.UNAVAILABLE and not self._compiled:
+            reason = "the interpreters are not compiled yet: the first start here takes half a minute"
+            return replace(answer, health=Health.DEGRADED, reason=reason, remedy="start one: ringfence run "
+                           "--runtime wasm -- python3 -c 0")  # fmt: skip
+        return answer
+
+    async def prepare(self, folder: str) -> None:
+        """Compile the interpreters, for sandboxes in the state root of ``folder`` (a sandbox's own), however
+        long it takes.
+
+        Raises:
+            RuntimeUnavailable, HostLimit: see :meth:`start`.
+        """
+        store = self._store(folder, cache.require_library())
+        for source in packages.interpreters().values():
+            await store.get(source)
 
     async def start(self, spec: StartSpec) -> Handle:
         """See the contract. The first start on a machine compiles the interpreters, which takes seconds.
@@ -183,15 +217,19 @@ class WasmRuntime(LaunchedRuntime):
 
     # -- modules
 
+    def _store(self, folder: str, library: str) -> cache.ModuleCache:
+        root = cache.root_for(folder)
+        store = self._caches.get(root)
+        if store is None:
+            store = self._caches[root] = cache.ModuleCache(root, library)
+        return store
+
     async def _modules(self, spec: StartSpec, library: str) -> dict[str, str]:
         """Name or digest → compiled form: the interpreters, and modules that the policy mounts as such.
 
         Where a module is mounted, an interpreter that is not compiled yet is not waited for.
         """
-        folder = cache.root_for(spec.folder)
-        store = self._caches.get(folder)
-        if store is None:
-            store = self._caches[folder] = cache.ModuleCache(folder, library)
+        store = self._store(spec.folder, library)
         fuel = FUEL in spec.env
         mark = "+fuel" if fuel else ""
         found: dict[str, str] = {}
@@ -202,11 +240,12 @@ class WasmRuntime(LaunchedRuntime):
                     digest = await asyncio.to_thread(store.digest, source)
                     found[digest + mark] = await store.get(source, fuel=fuel)
                 for name, source in packages.interpreters().items():
-                    ready = await asyncio.to_thread(self._ready, store, source, fuel) if mounted else None
-                    if not mounted:
+                    ready = await asyncio.to_thread(self._ready, store, source, fuel)
+                    if ready is None and not mounted and spec.id != PROBE:
                         ready = await store.get(source, fuel=fuel)
                     if ready is not None:
                         found[name + mark] = ready
+                self._compiled = len(found) - len(set(mounted)) == len(packages.interpreters())
         except TimeoutError:
             raise RuntimeUnavailable(
                 "the WebAssembly interpreters are still being compiled, once a machine",
