@@ -107,24 +107,28 @@ class GvisorRuntime(ForeignRuntime):
     # -- snapshots
 
     async def snapshot(self, handle: Handle, folder: str, *, memory: bool = True) -> dict[str, Any]:
-        """See the contract. With ``memory=False`` the same image is made: gVisor has no smaller one."""
+        """See the contract. Without ``memory`` no link ends, and no command is part of what is saved."""
         from ringfence.guest.link import GuestLink
         from ringfence.runtimes.gvisor_parts import images
 
         program, monitor = str(self.program), int(handle.data["monitor"])
-        link = await GuestLink.open(await self.connect(handle))
+        if memory:
+            link = await GuestLink.open(await self.connect(handle))
+            try:
+                await link.quiesce()
+            finally:
+                await link.close()
         try:
-            await link.quiesce()
-        finally:
-            await link.close()
-        try:
-            await images.save(program, handle, folder, int(handle.data["first"]))
+            await images.save(program, handle, folder, int(handle.data["first"]), memory=memory)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         finally:
-            await images.wake(program, monitor, handle.id, self._ended(handle))
-        return await asyncio.to_thread(images.describe, folder, await self._version(), handle.data["fitting"])
+            if memory:
+                await images.wake(program, monitor, handle.id, self._ended(handle))
+        return await asyncio.to_thread(
+            images.describe, folder, await self._version(), handle.data["fitting"], memory=memory
+        )
 
     async def restore(self, spec: StartSpec, folder: str, data: Mapping[str, Any]) -> Handle:
         """See the contract."""
@@ -136,10 +140,11 @@ class GvisorRuntime(ForeignRuntime):
         layered = replace(
             spec, root=replace(spec.root, lowers=(os.path.join(folder, images.UPPER), *spec.root.lowers))
         )
+        fitting = images.fitting(spec)
+        if not data["memory"]:
+            return await self._begin(layered, sandboxes.running(spec.id), fitting=fitting)
         memory = os.path.join(folder, images.MEMORY)
-        handle = await self._begin(
-            layered, sandboxes.restoring(spec.id), memory=memory, fitting=images.fitting(spec)
-        )
+        handle = await self._begin(layered, sandboxes.restoring(spec.id), memory=memory, fitting=fitting)
         try:
             async with await GuestLink.open(await self.connect(handle)) as link:
                 # No seed: the random numbers of gVisor's kernel are the host's, so copies differ anyway.

@@ -25,7 +25,7 @@ _JAIL = Capabilities(
 )
 _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False)
 # runsc makes its own user namespaces only where more than one id can be mapped: left to root.
-_GVISOR = replace(_JAIL, rootless=False)
+_GVISOR = replace(_JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True)
 _WASM = replace(_JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False)
 _FAKE = Capabilities(rootless=True, recover=True)
 

@@ -76,8 +76,8 @@ async def call(program: str, monitor: int, *arguments: str) -> None:
         )
 
 
-async def save(program: str, handle: Handle, folder: str, first: int) -> None:
-    """Write an image of a wall whose agent sleeps; the wall stands still meanwhile, then goes on.
+async def save(program: str, handle: Handle, folder: str, first: int, *, memory: bool) -> None:
+    """Write an image of a wall, which stands still meanwhile. To save ``memory`` its agent must sleep.
 
     ``first``: the host's number of id 0 inside.
 
@@ -85,28 +85,24 @@ async def save(program: str, handle: Handle, folder: str, first: int) -> None:
         HostLimit: runsc or the disk refused; nothing of the image is left.
     """
     monitor = int(handle.data["monitor"])
-    memory, upper = os.path.join(folder, MEMORY), os.path.join(folder, UPPER)
-    os.makedirs(folder, mode=0o711, exist_ok=True)
-    os.mkdir(memory, 0o700)
-    os.chown(memory, first, first)
+    place, upper = os.path.join(folder, MEMORY), os.path.join(folder, UPPER)
+    try:
+        os.makedirs(folder, mode=0o711, exist_ok=True)
+        if memory:
+            os.mkdir(place, 0o700)
+            os.chown(place, first, first)
+    except OSError as error:
+        raise HostLimit(f"the snapshot can't be written: {error.strerror}", hint="see the folder") from error
     await call(program, monitor, "pause", handle.id)
     try:
         await _copy(sandboxes.upper(monitor), upper)
-        await call(
-            program,
-            monitor,
-            "checkpoint",
-            "--image-path",
-            memory,
-            "--compression",
-            "none",
-            "--leave-running",
-            handle.id,
-        )
+        if memory:
+            options = ("--image-path", place, "--compression", "none", "--leave-running")
+            await call(program, monitor, "checkpoint", *options, handle.id)
     finally:
         with contextlib.suppress(HostLimit):  # the checkpoint may have let it go on
             await call(program, monitor, "resume", handle.id)
-    await asyncio.to_thread(_own, memory, upper, first)
+    await asyncio.to_thread(_own, place if memory else "", upper, first)
 
 
 async def _copy(source: str, target: str) -> None:
@@ -120,11 +116,12 @@ async def _copy(source: str, target: str) -> None:
 
 def _own(memory: str, upper: str, first: int) -> None:
     """Give the files the ids that they have inside; nobody else works on this copy."""
-    for name in os.listdir(memory):
-        os.chown(os.path.join(memory, name), 0, 0)
-        os.chmod(os.path.join(memory, name), 0o400)
-    os.chown(memory, 0, 0)
-    os.chmod(memory, 0o500)
+    if memory:
+        for name in os.listdir(memory):
+            os.chown(os.path.join(memory, name), 0, 0)
+            os.chmod(os.path.join(memory, name), 0o400)
+        os.chown(memory, 0, 0)
+        os.chmod(memory, 0o500)
     _shift(upper, first)
     for place, folders, files in os.walk(upper):
         for name in (*folders, *files):
@@ -142,15 +139,17 @@ def _shift(path: str, first: int) -> None:
         )  # without set-user-ID: nothing gains from it inside
 
 
-def describe(folder: str, version: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+def describe(folder: str, version: str, spec: Mapping[str, Any], *, memory: bool) -> dict[str, Any]:
     """What restoring has to know and to check; JSON-able."""
-    memory = os.path.join(folder, MEMORY)
+    place = os.path.join(folder, MEMORY)
+    names = sorted(os.listdir(place)) if memory else []
     return {
         "runtime": "gvisor",
         "format": FORMAT,
         "runsc": version,
         "machine": os.uname().machine,
-        "files": {name: _digest(os.path.join(memory, name)) for name in sorted(os.listdir(memory))},
+        "memory": memory,
+        "files": {name: _digest(os.path.join(place, name)) for name in names},
         **spec,
     }
 
@@ -179,8 +178,8 @@ def check(folder: str, data: Mapping[str, Any], version: str, spec: StartSpec) -
             )
     memory, files = os.path.join(folder, MEMORY), data.get("files")
     try:
-        present = sorted(os.listdir(memory))
-        if not isinstance(files, dict) or not files or present != sorted(files):
+        present = sorted(os.listdir(memory)) if data.get("memory") else []
+        if not isinstance(files, dict) or present != sorted(files) or bool(files) != bool(data.get("memory")):
             raise InvalidRequest("the snapshot is damaged: files are missing or too many", hint=_AGAIN)
         for name, digest in files.items():
             if _digest(os.path.join(memory, name)) != digest:

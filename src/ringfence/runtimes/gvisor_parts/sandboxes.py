@@ -98,8 +98,8 @@ def document(spec: StartSpec) -> dict[str, Any]:
     del linux["uidMappings"], linux["gidMappings"]
     linux["seccomp"] = call_filter(os.uname().machine)
     # Of gVisor's kernel alone: a program of user 0 gets what its bounding set has, and a restored copy gets
-    # a host name of its own (SYS_ADMIN). Commands keep nothing of it.
-    kept = [*capability_names(agent_capabilities(spec.identity)), "CAP_SYS_ADMIN"]
+    # a host name of its own (SYS_ADMIN). The agent empties that set (SETPCAP); commands keep nothing of it.
+    kept = [*capability_names(agent_capabilities(spec.identity) | bundle.SETPCAP), "CAP_SYS_ADMIN"]
     process["capabilities"] = dict.fromkeys(process["capabilities"], kept)
     # What is read-only is mounted so on the host's side; gVisor would not let anything under it be written.
     found["root"]["readonly"] = False
