@@ -247,8 +247,8 @@ class ForeignRuntime(LaunchedRuntime):
         plan.add("UMASK", 0o022)
         for text in self.command(spec, agent, numbers):
             plan.add("ARG", text)
-        # For those written in Go: one thread is enough, and collecting garbage would only cost time until there
-        # is more of it than a start makes.
+        # For those written in Go: one thread is enough, and collecting garbage would only cost time until
+        # there is more of it than a start makes.
         go = ("GOMAXPROCS=1", "GOGC=off", "GOMEMLIMIT=32MiB")
         for text in ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/", *go):
             plan.add("ENV", text)
