@@ -32,7 +32,8 @@ def report(outcomes: list[Outcome]) -> str:
         ("runc", True), ("crun", False), ("wasm", False), ("fake", False),
     ],
     ids=[
-        "jail", "jail-with-ids", "bubblewrap", "nsjail", "nsjail-with-ids", "runc-with-ids", "crun", "wasm", "fake",
+        "jail", "jail-with-ids", "bubblewrap", "nsjail", "nsjail-with-ids", "runc-with-ids", "crun", "wasm",
+        "fake",
     ],
 )  # fmt: skip
 def test_conformance(runtime: str, ids: bool, request: pytest.FixtureRequest) -> None:

@@ -113,7 +113,8 @@ def _wall(wall: Wall) -> Iterator[Problem]:
         yield from _between("process.cpuTime", process.cpu_time, 0.1, 365 * DAY, _duration)
     for name in process.host_functions:
         if not re.fullmatch(_HOST_FUNCTION, name):
-            yield Problem("process.hostFunctions", f"{name!r} names no function", "write module.name, as env.log")
+            text = f"{name!r} names no function"
+            yield Problem("process.hostFunctions", text, "write module.name, as env.log")
     resources = wall.resources
     yield from _between("resources.cpus", resources.cpus, 0.01, 1024)
     yield from _between("resources.memory", resources.memory, 16 * MIB, 64 * TIB, _size)

@@ -110,7 +110,7 @@ class WasmRuntime(LaunchedRuntime):
             watch=False,
             recover=True,
             disk_limit=True,
-            pause=True,
+            pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
             programs=False,
         )
 
