@@ -123,7 +123,8 @@ class StreamSuite(RuntimeSuite):
             drops += 1
             await link.close()
             link = await kit.link(sandbox)
-            process = await link.attach("long", stdout=total)
+            # The same window again: no more may be on its way than the ring keeps.
+            process = await link.attach("long", stdout=total, window=65536)
         assert drops == 5
         assert total == size
         assert digest.hexdigest() == errors.decode()

@@ -197,7 +197,8 @@ def fitting(spec: StartSpec) -> dict[str, Any]:
     """What of a request must be the same in the wall that was saved and the one it becomes."""
     return {
         "user": spec.identity.uid,
-        "lowers": list(spec.root.lowers),
+        # Mount points of the policy's mounts are in a layer of the sandbox's own folder.
+        "lowers": [lower.replace(f"{spec.folder}/", "./", 1) for lower in spec.root.lowers],
         "binds": [[bind.source, bind.target, bind.read_only] for bind in spec.root.binds],
         "readonly": spec.root.readonly,
     }

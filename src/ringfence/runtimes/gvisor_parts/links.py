@@ -24,7 +24,7 @@ from ringfence.runtimes.launching.sockets import NAME
 FOLDER = "link"  # of a sandbox's folder; inside it is INSIDE
 INSIDE = "/.ringfence"
 PROGRAM = "agent"  # the agent's binary is shown under this name
-_MOST_PAUSE = 0.02
+_MOST_PAUSE = 0.004
 
 
 def prepare(spec: StartSpec) -> None:
