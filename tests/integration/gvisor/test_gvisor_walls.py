@@ -11,7 +11,8 @@ import pytest
 from ringfence.conformance.harness import Kit, python, run
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import LinkLost
-from ringfence.runtimes.gvisor_parts import links, sandboxes
+from ringfence.runtimes.gvisor_parts import links
+from ringfence.runtimes.measuring import children
 
 
 async def test_threads_can_be_made(kit: Kit) -> None:
@@ -32,7 +33,7 @@ async def test_the_workload_sees_another_kernel(kit: Kit) -> None:
 async def test_no_part_of_the_wall_has_a_right_over_the_host(kit: Kit) -> None:
     sandbox = await kit.sandbox()
     monitor = int(sandbox.handle.data["monitor"])
-    processes = [monitor, sandbox.handle.pid, *sandboxes.children(monitor)]
+    processes = [monitor, sandbox.handle.pid, *children(monitor)]
     for pid in processes:
         status = Path(f"/proc/{pid}/status").read_text()
         assert int(status.partition("\nUid:")[2].split()[0]) >= sandbox.handle.data["first"] > 0

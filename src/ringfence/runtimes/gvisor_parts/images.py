@@ -205,7 +205,7 @@ def fitting(spec: StartSpec) -> dict[str, Any]:
 
 
 def _digest(path: str) -> str:
-    with open(path, "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
