@@ -14,7 +14,6 @@ from ringfence.model.mounts import below, path_problem, target_problem
 from ringfence.model.policy import GIB, MIB, Filesystem, Limits, Network, NetworkRule, Policy, Wall
 from ringfence.model.quantities import format_duration, format_size
 
-_HOST_FUNCTION = re.compile(r"[\w$:/-]+\.[\w$:/.-]+", re.ASCII)
 TIB = 1024 * GIB
 DAY = 86400.0
 
