@@ -27,6 +27,7 @@
 
 struct config {
     int listen_fd, stream_in, stream_out, wake_fd;
+    int filter_fd; /* a file of struct sock_filter that the agent puts on itself, or -1 */
     const char *listen_path, *workdir, *home;
     uid_t uid;
     gid_t gid;
@@ -185,6 +186,7 @@ const char *spawn_step(unsigned number);
 bool become_workload(bool as_root);
 void reset_signals(void);
 extern int null_fd, oom_fd;
+extern bool terminals_silent; /* of a new size; see spawn.c */
 
 /* --- environment.c --- */
 char **environment_build(char *const *own, size_t own_count); /* free() the array only */

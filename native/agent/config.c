@@ -5,7 +5,7 @@
 #include <string.h>
 
 struct config config = {
-    .listen_fd = -1, .stream_in = -1, .stream_out = -1, .wake_fd = -1, .workdir = "/", .oom = 500,
+    .listen_fd = -1, .stream_in = -1, .stream_out = -1, .wake_fd = -1, .filter_fd = -1, .workdir = "/", .oom = 500,
     .max_links = LINKS_MAX, .uid = (uid_t)-1, .gid = (gid_t)-1,
 };
 
@@ -57,6 +57,8 @@ static bool set(const char *key, size_t size, const char *text)
         return (config.workdir = text)[0] == '/';
     if (KEY("home"))
         return (config.home = text)[0] == '/';
+    if (KEY("filter") && number(text, 10, 1 << 20, &value))
+        return (config.filter_fd = (int)value) >= 0;
     if (KEY("caps"))
         return number(text, 16, UINT64_MAX, &config.caps);
     if (KEY("uid") && number(text, 10, UINT32_MAX - 1u, &value))

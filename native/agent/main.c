@@ -3,6 +3,9 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/capability.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -58,7 +61,41 @@ static void keep_only_wanted(void)
         from = fd + 1;
         fcntl(fd, F_SETFD, FD_CLOEXEC);
     }
-    syscall(SYS_close_range, (unsigned)from, ~0u, 0u);
+    syscall(SYS_close_range, (unsigned)from, 0x7fffffffu, 0u);
+}
+
+/* Where the runtime can't empty the bounding set itself (an OCI runtime may make inheritable only what is in it), it
+ * lends SETPCAP for this alone. Nothing can be put back into the set afterwards. */
+static bool empty_bounding_set(void)
+{
+    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct sets[2];
+    if (syscall(SYS_capget, &header, sets) < 0)
+        return false;
+    if ((sets[0].effective >> CAP_SETPCAP & 1) == 0)
+        return true;
+    for (int capability = 0; prctl(PR_CAPBSET_READ, capability, 0, 0, 0) >= 0; capability++)
+        if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0)
+            return false;
+    uint32_t others = ~(1u << CAP_SETPCAP);
+    sets[0].effective &= others;
+    sets[0].permitted &= others;
+    sets[0].inheritable &= others; /* and with it the ambient one */
+    return syscall(SYS_capset, &header, sets) == 0;
+}
+
+/* Where the runtime is slow at making a filter from a description, it leaves the finished one to the agent. */
+static bool install_filter(int fd)
+{
+    static struct sock_filter filter[BPF_MAXINSNS];
+    if (fd < 0)
+        return true;
+    ssize_t size = pread(fd, filter, sizeof filter, 0);
+    if (size <= 0 || (size_t)size % sizeof *filter != 0)
+        return false;
+    struct sock_fprog program = {(unsigned short)((size_t)size / sizeof *filter), filter};
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+           syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) == 0;
 }
 
 int main(int argc, char **argv)
@@ -67,6 +104,10 @@ int main(int argc, char **argv)
         refuse("bad arguments");
     if (getpid() != 1)
         refuse("must be process 1 of its namespace");
+    if (!empty_bounding_set())
+        refuse("can't give capabilities up");
+    if (!install_filter(config.filter_fd))
+        refuse("can't install the system call filter");
     occupy_stdio();
     keep_only_wanted();
     if (config.oom > 0)

@@ -497,6 +497,12 @@ void process_resize(struct channel *channel, const uint8_t *data, size_t size)
         error = ESRCH;
     else if (ioctl(process->out[0].source.fd, TIOCSWINSZ, &window) < 0)
         error = errno;
+    else if (terminals_silent) {
+        pid_t group = 0;
+        if (ioctl(process->out[0].source.fd, TIOCGPGRP, &group) < 0 || group <= 1)
+            group = process->child.pid;
+        kill(-group, SIGWINCH);
+    }
     if (error != 0)
         channel_error(channel, error, "resize");
     else

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -134,7 +135,7 @@ static enum step child_prepare(const struct spawn *spawn, const struct stdio *st
     if (chdir(spawn->cwd) < 0)
         return STEP_CWD;
     umask(022);
-    syscall(SYS_close_range, 3u, ~0u, CLOSE_RANGE_CLOEXEC); /* all are so already; against a slip */
+    syscall(SYS_close_range, 3u, 0x7fffffffu, CLOSE_RANGE_CLOEXEC); /* all are so already; against a slip */
     reset_signals();
     return 0;
 }
@@ -153,6 +154,21 @@ static _Noreturn void child_run(const struct spawn *spawn, const struct stdio *s
     _exit(127);
 }
 
+/* gVisor's kernel can't hand over the other end of a terminal, and tells nobody of a new size: it is opened by its
+ * name (nobody but the wall's maker mounts here), and the agent tells. */
+bool terminals_silent;
+
+static int open_peer(int master)
+{
+    unsigned number;
+    char path[32];
+    terminals_silent = true;
+    if (ioctl(master, TIOCGPTN, &number) < 0)
+        return -1;
+    snprintf(path, sizeof path, "/dev/pts/%u", number);
+    return open(path, O_RDWR | O_NOCTTY | O_CLOEXEC | O_NOFOLLOW);
+}
+
 static int open_terminal(const struct spawn *spawn, struct spawned *result, struct stdio *stdio)
 {
     int master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK), unlocked = 0;
@@ -162,6 +178,8 @@ static int open_terminal(const struct spawn *spawn, struct spawned *result, stru
     if (ioctl(master, TIOCSPTLCK, &unlocked) < 0)
         return -1;
     int slave = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (slave < 0 && (errno == ENOTTY || errno == EINVAL))
+        slave = open_peer(master);
     if (slave < 0)
         return -1;
     stdio->in = stdio->out = stdio->err = slave;

@@ -121,7 +121,7 @@ _Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, siz
         secrets_prepare();
     if (dup2(fd, 3) < 0)
         _exit(1);
-    if (syscall(SYS_close_range, 4u, ~0u, 0u) < 0)
+    if (syscall(SYS_close_range, 4u, 0x7fffffffu, 0u) < 0)
         for (int other = 4; other < 4096; other++)
             close(other);
     if (!become_workload(false))

@@ -264,6 +264,24 @@ static int do_detach(struct run *run)
     return 0;
 }
 
+static int do_enter(struct run *run, const char *path)
+{
+    if (host_root(run) < 0)
+        return errno;
+    TRY(chdir(path));
+    TRY(chroot("."));
+    return 0;
+}
+
+static int do_leave(struct run *run)
+{
+    if (run->host_root < 0)
+        return EBADF;
+    TRY(fchdir(run->host_root));
+    TRY(chroot("."));
+    return 0;
+}
+
 static int do_mkdir(const struct step *step)
 {
     uint32_t uid = (uint32_t)step->number[1], gid = (uint32_t)step->number[2];
@@ -524,6 +542,8 @@ static int do_step(struct run *run, const struct step *step)
     case OP_REMOUNT: attr.set = n[0]; TRY(rf_mount_setattr(AT_FDCWD, t[0], 0, &attr)); return 0;
     case OP_UMOUNT: return umount2(t[0], MNT_DETACH) && errno != EINVAL && errno != ENOENT ? errno : 0;
     case OP_OWNER: run->owner_uid = (uint32_t)n[0]; run->owner_gid = (uint32_t)n[1]; return 0;
+    case OP_ENTER: return do_enter(run, t[0]);
+    case OP_LEAVE: return do_leave(run);
     case OP_USERNS_ENTER: TRY(setns(run->userns, CLONE_NEWUSER)); return 0;
     case OP_RLIMIT: return do_rlimit(step);
     case OP_NO_NEW_PRIVS: TRY(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)); return 0;

@@ -27,14 +27,23 @@ def report(outcomes: list[Outcome]) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("runtime", "ids"),
-    [("jail", False), ("jail", True), ("bubblewrap", False), ("fake", False)],
-    ids=["jail", "jail-with-ids", "bubblewrap", "fake"],
-)
+    # runc wants user 0 mapped, and has subordinate ids for that or says so (tests/integration/oci).
+    [
+        ("jail", False), ("jail", True), ("bubblewrap", False), ("nsjail", False), ("nsjail", True),
+        ("runc", True), ("crun", False), ("wasm", False), ("fake", False),
+    ],
+    ids=[
+        "jail", "jail-with-ids", "bubblewrap", "nsjail", "nsjail-with-ids", "runc-with-ids", "crun", "wasm",
+        "fake",
+    ],
+)  # fmt: skip
 def test_conformance(runtime: str, ids: bool, request: pytest.FixtureRequest) -> None:
     chosen = request.config.getoption("--ringfence-runtime")
     if chosen and runtime not in chosen:
         return
     with normal_user(ids=ids) as user:
+        if runtime == "wasm":
+            user.give_modules()
         args = ["tests/conformance/test_runtimes.py", f"--ringfence-runtime={runtime}"]
         outcomes, done = user.pytest(*args, *(["-k", WITH_IDS] if ids else []), timeout=390)
     counts = Counter(found.outcome for found in outcomes)

@@ -17,7 +17,18 @@ WALLS = (
     "bubblewrap/root",
     "bubblewrap/user",
     "bubblewrap/user+ids",
+    "nsjail/root",
+    "nsjail/user",
+    "nsjail/user+ids",
+    "runc/root",
+    "runc/user+ids",  # without ids there is no such wall: runc wants user 0 mapped
+    "crun/root",
+    "crun/user",
+    "crun/user+ids",
+    "gvisor/root",  # a normal user has no wall of gVisor yet
 )
+# Their root file system, ids and filter are the jail's: what is said of it holds for them if nothing else is.
+LIKE_JAIL = ("nsjail", "runc", "crun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +100,24 @@ def row(outcome: str, **others: str) -> dict[str, str]:
     A name means the walls of that runtime, of that kind of caller (``user`` includes ``user+ids``), or one.
     """
     result = dict.fromkeys(WALLS, outcome)
-    for key, value in sorted(others.items(), key=lambda pair: pair[0].count("_")):
+    for key, value in sorted(others.items(), key=_particular):
         name = key.replace("_ids", "+ids").replace("_", "/")
         matched = [wall for wall in WALLS if name in (wall, wall.split("/")[0], wall.split("/")[1])]
-        if name in ("user", "jail/user", "bubblewrap/user"):
-            matched += [wall for wall in WALLS if wall.endswith(name + "+ids")]
+        if name.endswith("user"):
+            end = name + "+ids" if "/" in name else "/user+ids"
+            matched += [wall for wall in WALLS if wall.endswith(end)]
         assert matched, key
         for wall in matched:
             result[wall] = value
+            runtime, who = wall.split("/")
+            for other in LIKE_JAIL if runtime == "jail" else ():
+                if f"{other}/{who}" in result:
+                    result[f"{other}/{who}"] = value
     return result
+
+
+def _particular(pair: tuple[str, str]) -> tuple[int, int]:
+    """Callers before runtimes, the jail before those like it, a runtime before one wall of it."""
+    name = pair[0]
+    rank = 0 if name.startswith(("root", "user")) else 1 if name.startswith("jail") else 2
+    return rank, name.count("_")

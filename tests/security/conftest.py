@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 
 from ringfence.node.service import Node
+from security.attacks import WALLS
 from security.stage import Stage
+from security.walls import caller
 
-RUNTIMES = ("jail", "bubblewrap")
+RUNTIMES = ("jail", "bubblewrap", "nsjail", "runc", "crun", "gvisor")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``wall``: the runtimes under attack, or those chosen with --ringfence-runtime."""
     if "wall" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--ringfence-runtime")
-        metafunc.parametrize("wall", [name for name in RUNTIMES if not chosen or name in chosen])
+        walls = [name for name in RUNTIMES if f"{name}/{caller()}" in WALLS]
+        metafunc.parametrize("wall", [name for name in walls if not chosen or name in chosen])
 
 
 @pytest.fixture(scope="module")

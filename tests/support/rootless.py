@@ -61,6 +61,15 @@ class NormalUser:
         (etc / "subuid").write_text(given)
         (etc / "subgid").write_text(given)
 
+    def give_modules(self) -> None:
+        """Compiled WebAssembly interpreters as its own, so that they are not compiled for it again."""
+        source = Path(os.environ["RINGFENCE_MODULES"])
+        if source.is_dir():
+            target = self.folder / "tmp" / f"ringfence-test-modules-{UID}"
+            shutil.copytree(source, target)
+            for path in (target, *target.iterdir()):
+                os.chown(path, UID, UID)
+
     @property
     def env(self) -> dict[str, str]:
         """Its environment: nothing of ours but the PATH."""

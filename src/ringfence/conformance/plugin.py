@@ -103,6 +103,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     from ringfence.conformance.tables.capabilities import expected
 
     row = expected(runtime, who())
+    if row is not None and who() == "user" and not row["rootless"]:
+        pytest.skip(f"{LISTED}{runtime} needs root")
     for mark in item.iter_markers("ringfence_needs"):
         for capability in mark.args:
             if row is not None and not row[capability]:

@@ -179,6 +179,7 @@ def to_dict(policy: Policy) -> dict[str, Any]:
         "maxProcesses": wall.process.max_processes,
         "maxOpenFiles": wall.process.max_open_files,
         "cpuTime": wall.process.cpu_time,
+        "hostFunctions": list(wall.process.host_functions),
     }
     resources = wall.resources
     result["resources"] = {

@@ -77,6 +77,7 @@ class Process:
     max_processes: int = 256
     max_open_files: int = 1024
     cpu_time: float | None = None  # seconds
+    host_functions: tuple[str, ...] = ()  # `module.name`: what a WebAssembly module may call on the host
 
 
 @dataclass(frozen=True, slots=True)

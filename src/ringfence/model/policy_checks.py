@@ -43,6 +43,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _RUNTIME = r"[a-z][a-z0-9-]{0,31}"
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY")
+_HOST_FUNCTION = r"[A-Za-z0-9_$:/-]+\.[A-Za-z0-9_$:/.-]+"
 _URL_PATH = r"/[A-Za-z0-9\-._~!$&'()+,;=:@%/]*\*?"
 _HEADER = r"[A-Za-z0-9-]{1,64}"
 # Headers that say where a request goes or where it ends: with them a rule could reach past its own host.
@@ -119,6 +120,10 @@ def _wall(wall: Wall) -> Iterator[Problem]:
     yield from _between("process.maxOpenFiles", process.max_open_files, 16, 1_048_576)
     if process.cpu_time is not None:
         yield from _between("process.cpuTime", process.cpu_time, 0.1, 365 * DAY, _duration)
+    for name in process.host_functions:
+        if not re.fullmatch(_HOST_FUNCTION, name):
+            text = f"{name!r} names no function"
+            yield Problem("process.hostFunctions", text, "write module.name, as env.log")
     resources = wall.resources
     yield from _between("resources.cpus", resources.cpus, 0.01, 1024)
     yield from _between("resources.memory", resources.memory, LEAST_MEMORY, 64 * TIB, _size)

@@ -245,6 +245,7 @@ _PROCESS: dict[str, _Field] = {
     "maxProcesses": ("max_processes", Reader.integer),
     "maxOpenFiles": ("max_open_files", Reader.integer),
     "cpuTime": ("cpu_time", Reader.duration),
+    "hostFunctions": ("host_functions", Reader.texts),
 }
 _RESOURCES: dict[str, _Field] = {
     "size": ("size", _one_of(*SIZES)),

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ringfence.node import cgroups, identities
 from ringfence.runtimes.context import privileged
+from ringfence.runtimes.vulnerabilities import vulnerabilities
 
 GOOD, DEGRADED, MISSING = "good", "degraded", "missing"
 _CLONE_NEWUSER = 0x10000000
@@ -240,43 +241,10 @@ def swap() -> Check:
     return Check("swap", GOOD, f"{len(lines)} device(s), switched off for sandboxes")
 
 
-# (vulnerability, first good version of each release line): a version is bad if it is below the first good
-# one of its own line, or of no line newer than the last. Sources: the projects' security advisories.
-_FIXES: dict[str, tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]] = {
-    "runc": (
-        ("CVE-2024-21626", ((1, 1, 12),)),
-        ("CVE-2025-31133", ((1, 2, 8), (1, 3, 3), (1, 4, 0))),
-        ("CVE-2025-52565", ((1, 2, 8), (1, 3, 3), (1, 4, 0))),
-        ("CVE-2025-52881", ((1, 2, 8), (1, 3, 3), (1, 4, 0))),
-        ("CVE-2026-41579", ((1, 3, 6), (1, 4, 3))),
-    ),
-    "firecracker": (("CVE-2026-5747", ((1, 14, 4), (1, 15, 1))),),
-    "jailer": (("CVE-2026-1386", ((1, 13, 2), (1, 14, 1))),),
-}
-# Below these a version is older than the hole.
-_SINCE: dict[str, tuple[int, ...]] = {"CVE-2026-5747": (1, 13, 0)}
 _PROGRAMS = (
     "bwrap", "nsjail", "runc", "crun", "runsc", "docker", "podman", "firecracker", "jailer",
     "qemu-system-x86_64",
 )  # fmt: skip
-
-
-def vulnerabilities(program: str, version: str) -> tuple[str, ...]:
-    """Known holes of a version of a program; empty if none, or if nothing is known of it."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
-    if not numbers:
-        return ()
-    numbers = (*numbers, 0, 0)[:3]
-    found = []
-    for name, fixes in _FIXES.get(program, ()):
-        since = _SINCE.get(name)
-        if since is not None and numbers < since:
-            continue
-        own = [good for good in fixes if good[:2] == numbers[:2]]
-        bad = numbers < own[0] if own else numbers < fixes[0] or (numbers < fixes[-1] and len(fixes) > 1)
-        if bad:
-            found.append(name)
-    return tuple(found)
 
 
 def programs() -> list[Program]:

@@ -280,7 +280,10 @@ class Node:
         if request.keep:
             record["request"] = request_as_json(request)
         made.journal = Journal.begin(folder, record)
-        enforce = cgroups.GroupLimits(size.memory, size.cpus, process.max_processes)
+        # Some kernels in user space need several of the host's tasks for one process of the workload.
+        driver = getattr(runtime, "driver", runtime)
+        tasks = process.max_processes * int(getattr(driver, "tasks_per_process", 1))
+        enforce = cgroups.GroupLimits(size.memory, size.cpus, tasks)
         made.group = self.groups.take(made.name, enforce, keep=request.keep)
         disk = disks.prepare(self.state, folder, size, root=self.root)
         root = self.template.root(policy.wall.filesystem, process.user, disk, folder)
@@ -306,6 +309,7 @@ class Node:
                 ephemeral=not request.keep,
                 memory=size.memory,
                 cpus=size.cpus,
+                host_functions=process.host_functions,
             )
         )
         change: dict[str, Any] = {"state": HANDLE, "handle": handle_as_json(made.handle)}

@@ -90,8 +90,11 @@ def init_plan() -> Plan:
     for path in reversed(_needless_mounts()):
         plan.add("UMOUNT", path)
     plan.add("UMOUNT", STAGE)
-    plan.add("MOUNT", "ringfence", STAGE, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=0700,size=1m")
+    # 0711: the sandbox's users pass through on the way to their own root while it is being built.
+    plan.add("MOUNT", "ringfence", STAGE, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=0711,size=1m")
     plan.add("MKDIR", f"{STAGE}/stage", 0o700, NOBODY, NOBODY)
+    for path in (f"{STAGE}/fs", f"{STAGE}/fs/cgroup"):
+        plan.add("MKDIR", path, 0o711, NOBODY, NOBODY)
     plan.add("MKDIR", f"{STAGE}/dev", 0o755, NOBODY, NOBODY)
     for name, (major, minor) in DEVICES.items():
         plan.add("MKNOD", f"{STAGE}/dev/{name}", 0o20666, major, minor)

@@ -18,6 +18,7 @@ Which call is legal when (``guarding`` enforces it, the conformance suite checks
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -70,6 +71,7 @@ class Capabilities:
     disk_snapshot: bool = False
     memory_snapshot: bool = False
     gpu: bool = False
+    programs: bool = True  # runs any program of its root; else only what the driver maps
     network: tuple[str, ...] = ("none",)
 
 
@@ -192,6 +194,7 @@ class StartSpec:
     ephemeral: bool = True
     memory: int = 0  # bytes; drivers with own accounting (VMs) use it
     cpus: float = 0
+    host_functions: tuple[str, ...] = ()  # `module.name` of what the policy lets a WebAssembly module call
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,3 +311,32 @@ class Layered(Protocol):
 
     def open_upper(self, handle: Handle) -> int:
         """A directory descriptor of the overlay's upper layer; survives the wall's end. Caller closes."""
+
+
+@runtime_checkable
+class Snapshotting(Protocol):
+    """A driver that can save a wall and start others from what it saved."""
+
+    async def snapshot(self, handle: Handle, folder: str, *, memory: bool = True) -> dict[str, Any]:
+        """Save the wall into ``folder`` (made here; nothing is left of it after an error); the wall goes on.
+
+        Every link to the agent ends: commands and their output are kept, and the agent has a new epoch.
+
+        Returns:
+            What :meth:`restore` has to know, JSON-able.
+
+        Raises:
+            Unsupported: with or without ``memory`` can't be had here.
+            HostLimit: the wall or the disk does not allow it; the message says why.
+        """
+
+    async def restore(self, spec: StartSpec, folder: str, data: Mapping[str, Any]) -> Handle:
+        """Start a wall from a saved one, any number of times; ``spec`` gives it an identity of its own.
+
+        As ``start``: returns when a link can be opened, with the host name and environment of ``spec`` bound.
+        ``folder`` must stay while the wall lives.
+
+        Raises:
+            InvalidRequest: what was saved is foreign, damaged or does not fit ``spec``; the message says why.
+            StartFailed: a step failed; nothing is left behind.
+        """

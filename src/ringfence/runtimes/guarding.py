@@ -12,7 +12,9 @@ import contextlib
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import cache
+from typing import Any
 
 from ringfence.model.errors import (
     DeadlineExceeded,
@@ -34,6 +36,7 @@ from ringfence.runtimes.contract import (
     Pausable,
     Probe,
     Runtime,
+    Snapshotting,
     StartSpec,
     WallStats,
 )
@@ -44,6 +47,7 @@ CONNECT_DEADLINE = 10.0
 STOP_MARGIN = 5.0  # seconds beyond the grace after which stopping becomes killing
 DESTROY_DEADLINE = 20.0
 MEASURE_DEADLINE = 10.0
+SNAPSHOT_DEADLINE = 120.0  # a wall's memory is written to a disk
 _MOST_GONE = 4096  # walls that are gone and still known by id, for clear errors
 
 
@@ -107,6 +111,9 @@ class Guarded:
             WrongState: a sandbox of this id was started before.
             DeadlineExceeded: the driver hung; what it had begun is gone.
         """
+        return await self._started(spec, self.driver.start)
+
+    async def _started(self, spec: StartSpec, start: Callable[[StartSpec], Awaitable[Handle]]) -> Handle:
         known = self._walls.get(spec.id) or self._gone.get(spec.id)
         if known is not None:
             raise WrongState(f"sandbox {spec.id} was started before; it is {known.state}", id=spec.id)
@@ -116,7 +123,7 @@ class Guarded:
         wall = self._walls[spec.id] = _Wall(partial, "starting")
         try:
             async with asyncio.timeout(START_DEADLINE):
-                handle = await self.driver.start(spec)
+                handle = await start(spec)
         except BaseException as error:
             left = await _to_the_end(self._undo(partial))
             self._walls.pop(spec.id, None)
@@ -316,15 +323,36 @@ class _GuardedLayered(Guarded):
         return self.driver.open_upper(handle)
 
 
-class _GuardedPausableLayered(_GuardedPausable, _GuardedLayered):
-    pass
+class _GuardedSnapshotting(Guarded):
+    async def snapshot(self, handle: Handle, folder: str, *, memory: bool = True) -> dict[str, Any]:
+        """See the contract."""
+        self._wall(handle, "snapshot", "running")
+        assert isinstance(self.driver, Snapshotting)
+        async with self._deadline("snapshot", handle, SNAPSHOT_DEADLINE):
+            return await self.driver.snapshot(handle, folder, memory=memory)
+
+    async def restore(self, spec: StartSpec, folder: str, data: Mapping[str, Any]) -> Handle:
+        """See the contract: under the rules of ``start``."""
+        driver = self.driver
+        assert isinstance(driver, Snapshotting)
+        return await self._started(spec, lambda found: driver.restore(found, folder, data))
+
+
+_POWERS: tuple[tuple[Any, type[Guarded]], ...] = (
+    (Pausable, _GuardedPausable),
+    (Layered, _GuardedLayered),
+    (Snapshotting, _GuardedSnapshotting),
+)
 
 
 def guard(driver: Runtime) -> Guarded:
     """Wrap a driver; the wrapper has the optional powers that the driver has."""
-    if isinstance(driver, Pausable):
-        return _GuardedPausableLayered(driver) if isinstance(driver, Layered) else _GuardedPausable(driver)
-    return _GuardedLayered(driver) if isinstance(driver, Layered) else Guarded(driver)
+    return _wrapper(tuple(kind for power, kind in _POWERS if isinstance(driver, power)))(driver)
+
+
+@cache
+def _wrapper(powers: tuple[type[Guarded], ...]) -> type[Guarded]:
+    return type("Guarded", powers, {}) if powers else Guarded
 
 
 async def _to_the_end(undoing: Coroutine[None, None, str]) -> str:

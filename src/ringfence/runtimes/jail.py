@@ -12,7 +12,7 @@ import errno as _errno
 import os
 from functools import lru_cache
 
-from ringfence.model.errors import HostLimit, InvalidRequest, StartFailed, Unsupported
+from ringfence.model.errors import HostLimit, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, DEVPTS, STAGE
 from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, RootFs, StartSpec
@@ -47,17 +47,22 @@ from ringfence.runtimes.launching.plan import (
     Plan,
     id_maps,
 )
-from ringfence.runtimes.launching.steps import MASKED, READ_ONLY, add_cgroups, add_limits
+from ringfence.runtimes.launching.steps import (
+    MASKED,
+    MOST_SECRETS,
+    READ_ONLY,
+    SECRETS_SIZE,
+    add_cgroups,
+    add_limits,
+    add_overlay,
+    shm_limits,
+)
 
 _NAMESPACES = (
     CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWTIME | CLONE_NEWNET
 )
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
-SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
-BYTES_PER_INODE = 8192  # of /dev/shm, as of a sandbox's disk
-SECRETS_SIZE = 1 << 20
-MOST_SECRETS = 1024
 _LISTEN_FD = 3
 
 
@@ -215,34 +220,7 @@ def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
     plan = Plan()
     stage = f"{STAGE}/stage" if root else STAGE
     first = (identity.host_uid(0), identity.host_uid(0)) if root else (NOBODY, NOBODY)
-    disk = files.disk
-    if disk.kind == "tmpfs":
-        options = f"size={disk.size},nr_inodes={disk.inodes},mode=0700"
-        plan.add("MOUNT", "disk", stage, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    else:
-        assert disk.image is not None
-        plan.add("LOOP", disk.image, stage, "ext4", MS_NOSUID | MS_NODEV)
-    plan.add("MKDIR", f"{stage}/upper", 0o755, *first)
-    plan.add("MKDIR", f"{stage}/work", 0o700, NOBODY, NOBODY)
-    plan.add("MKDIR", f"{stage}/root", 0o700, NOBODY, NOBODY)
-    lowers = []
-    for index, lower in enumerate(files.lowers):
-        if not root:
-            lowers.append(_escaped(lower))
-            continue
-        plan.add("MKDIR", f"{stage}/l{index}", 0o700, NOBODY, NOBODY)
-        # Real paths only: the launcher follows no links. Layers are the node's own, so nobody swaps them.
-        plan.add("BIND", os.path.realpath(lower), f"{stage}/l{index}", BIND_READONLY | BIND_IDMAP)
-        lowers.append(f"{stage}/l{index}")
-    options = f"lowerdir={':'.join(lowers)},upperdir={stage}/upper,workdir={stage}/work"
-    plan.add(
-        "MOUNT",
-        "root",
-        f"{stage}/root",
-        "overlay",
-        MS_NOSUID | MS_NODEV,
-        options + ("" if root else ",userxattr"),
-    )
+    add_overlay(plan, files, identity, stage, f"{stage}/root", root=root)
     plan.add("PIVOT", f"{stage}/root")
     if root:
         plan.add("OWNER", *first)
@@ -257,15 +235,12 @@ def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
     plan.add("BIND", stage, "/.ringfence", BIND_READONLY | BIND_FLAT | BIND_NOEXEC | BIND_MAKE)
     if root:
         plan.add("DETACH_BEGIN")
-    shm = max(SHM_SMALLEST, memory // 2)
     owner = (
         f",uid={identity.host_uid(identity.agent_uid)},gid={identity.host_uid(identity.agent_uid)}"
         if root
         else f",uid={identity.agent_uid}"
     )
-    # An empty file takes a kilobyte of the kernel's memory and none of the size.
-    inodes = f"nr_inodes={shm // BYTES_PER_INODE}"
-    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, f"size={shm},{inodes},mode=1777")  # noqa: S108
+    plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, ",".join((*shm_limits(memory), "mode=1777")))  # noqa: S108
     options = f"size={SECRETS_SIZE},nr_inodes={MOST_SECRETS},mode=0755{owner}"
     plan.add("MOUNT", "secrets", "/run/secrets", "tmpfs", _QUIET, options)
     if not root:
@@ -316,12 +291,6 @@ def _maps(identity: Identity) -> bytes:
     users = [(line.inside, line.outside, line.count) for line in identity.maps]
     groups = [(line.inside, line.outside, line.count) for line in identity.gid_maps or identity.maps]
     return id_maps(users, groups)
-
-
-def _escaped(path: str) -> str:
-    if "\n" in path:
-        raise InvalidRequest(f"a layer's path has a line break: {path!r}")
-    return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
 
 
 def _forget(folder: str) -> None:

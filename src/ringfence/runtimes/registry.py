@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ringfence.model.errors import InvalidRequest, NotFound, RuntimeUnavailable
+from ringfence.model.errors import InvalidRequest, NotFound, RuntimeUnavailable, Unsupported
 from ringfence.runtimes.guarding import Guarded, guard
 
 if TYPE_CHECKING:
@@ -17,10 +17,22 @@ GROUP = "ringfence.runtimes"
 BUILT_IN = {
     "jail": ("ringfence.runtimes.jail", "JailRuntime"),
     "bubblewrap": ("ringfence.runtimes.bubblewrap", "BubblewrapRuntime"),
+    "nsjail": ("ringfence.runtimes.nsjail", "NsjailRuntime"),
+    "runc": ("ringfence.runtimes.runc", "RuncRuntime"),
+    "crun": ("ringfence.runtimes.crun", "CrunRuntime"),
+    "gvisor": ("ringfence.runtimes.gvisor", "GvisorRuntime"),
+    "wasm": ("ringfence.runtimes.wasm.driver", "WasmRuntime"),
     "fake": ("ringfence.runtimes.fake", "FakeRuntime"),
 }
 # Walls that nothing chooses by itself: they must be asked for by name.
-BY_NAME_ONLY = frozenset({"fake"})
+BY_NAME_ONLY = frozenset({"wasm", "fake"})
+# Known names that no driver has, and where to find what they mean.
+NOT_WALLS = {
+    "inline": (
+        "inline runs a callable of your own program, not a command, and has no wall",
+        "call ringfence.runtimes.inline.run from Python, or choose a runtime with a wall",
+    )
+}
 
 
 def names() -> list[str]:
@@ -36,6 +48,7 @@ def load(name: str, context: RuntimeContext) -> Guarded:
 
     Raises:
         NotFound: no runtime has that name.
+        Unsupported: the name is known and means no wall (``inline``).
         RuntimeUnavailable: its package is broken.
     """
     if name in BUILT_IN:
@@ -43,6 +56,9 @@ def load(name: str, context: RuntimeContext) -> Guarded:
         from importlib import import_module
 
         return guard(getattr(import_module(module), attribute)(context))
+    if name in NOT_WALLS:
+        text, hint = NOT_WALLS[name]
+        raise Unsupported(text, hint=hint, runtime=name)
     entry = _entry_points().get(name)
     if entry is None:
         known = ", ".join(names())
@@ -66,4 +82,8 @@ def load(name: str, context: RuntimeContext) -> Guarded:
 def _entry_points() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
-    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN}
+    return {
+        entry.name: entry
+        for entry in entry_points(group=GROUP)
+        if entry.name not in BUILT_IN and entry.name not in NOT_WALLS
+    }

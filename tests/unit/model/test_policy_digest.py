@@ -157,6 +157,7 @@ def test_every_field_changes_the_digest() -> None:
         ],
         "process": [
             Process(user=1), Process(max_processes=1), Process(max_open_files=99), Process(cpu_time=1.0),
+            Process(host_functions=("env.log",)),
         ],
         "resources": [Resources(cpus=2), Resources(memory=1), Resources(disk=1), Resources(bandwidth=1)],
     }  # fmt: skip
@@ -168,7 +169,7 @@ def test_every_field_changes_the_digest() -> None:
     assert {field.name for field in fields(Wall)} == set(changes)
     assert {name for cls in (Isolation, Filesystem, Process, Resources) for name in (f.name for f in fields(cls))} == {
         "minimum", "runtime", "prefer", "allow_emulated", "root", "read_only", "read_write", "mounts", "user",
-        "seccomp", "max_processes", "max_open_files", "cpu_time", "cpus", "memory", "disk", "bandwidth",
+        "seccomp", "max_processes", "max_open_files", "cpu_time", "host_functions", "cpus", "memory", "disk", "bandwidth",
     }  # fmt: skip
 
 

@@ -46,6 +46,7 @@ async def refused(number: int, call: object) -> None:
 class FileSuite(RuntimeSuite):
     """file.* and tar.*"""
 
+    @needs("programs")
     async def test_write_and_read(self, kit: Kit) -> None:
         link = await kit.started()
         data = bytes(range(256)) * 5000
@@ -61,6 +62,7 @@ class FileSuite(RuntimeSuite):
         assert await link.files.write("empty", b"") == 0
         assert await link.files.read_bytes("empty") == b""
 
+    @needs("programs")
     async def test_modes_and_owner(self, kit: Kit) -> None:
         link = await kit.started()
         await link.files.write("run.sh", b"#!/bin/sh\necho ran\n", 0o755)
@@ -129,6 +131,7 @@ class FileSuite(RuntimeSuite):
             await link.files.write("swap", str(turn % 10).encode() * 300_000)
         assert reading.result().text == "True", reading.result().stderr
 
+    @needs("programs")
     async def test_listing(self, kit: Kit) -> None:
         link = await kit.started()
         await link.files.mkdir("tree/one/two", parents=True)
@@ -141,6 +144,7 @@ class FileSuite(RuntimeSuite):
         assert set(deep) == {"one", "one/two", "one/two/file", "link"}
         assert deep["one/two/file"].size == 5
 
+    @needs("programs")
     async def test_symlinks_are_told_from_their_targets(self, kit: Kit) -> None:
         link = await kit.started()
         await link.files.write("target", b"12345")
@@ -163,6 +167,7 @@ class FileSuite(RuntimeSuite):
         await link.files.mkdir("p/q", parents=True)
         await link.files.mkdir("p/q", parents=True)
 
+    @needs("programs")
     async def test_removing_does_not_follow_links(self, kit: Kit) -> None:
         link = await kit.started()
         await link.files.write("precious/file", b"x", parents=True)
@@ -177,7 +182,8 @@ class FileSuite(RuntimeSuite):
         await link.files.write(f"odd/{name}", b"content", parents=True)
         assert [info.path for info in await link.files.list("odd")] == [name]
         assert await link.files.read_bytes(f"odd/{name}") == b"content"
-        assert (await python(link, "import os; print(ascii(os.listdir('odd')))")).text == ascii([name])
+        if kit.capabilities.programs or name.encode(errors="ignore").decode() == name:  # UTF-8 to WebAssembly
+            assert (await python(link, "import os; print(ascii(os.listdir('odd')))")).text == ascii([name])
         await link.files.move(f"odd/{name}", "odd/plain")
         await link.files.move("odd/plain", f"odd/{name}")
         await link.files.remove(f"odd/{name}")

@@ -103,6 +103,7 @@ class LifecycleSuite(RuntimeSuite):
         results = await asyncio.gather(*waiting[1:])
         assert len(set(results)) == 1
 
+    @needs("programs")
     async def test_stop_asks_first(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()
         link = await kit.link(sandbox)
@@ -119,9 +120,12 @@ class LifecycleSuite(RuntimeSuite):
             pass  # the wall may be gone before the last bytes were read
         assert stopping is not None
         await stopping
-        assert seen.startswith(b"ready\nasked"), seen
+        # The shell may say beforehand that what it waited for was terminated too.
+        assert seen.startswith(b"ready\n"), seen
+        assert b"asked\n" in seen, seen
         assert (await sandbox.ended).cause in (Cause.KILLED, Cause.RUNTIME_CRASH, Cause.EXITED)
 
+    @needs("programs")
     async def test_stop_kills_who_does_not_listen(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()
         link = await kit.link(sandbox)
@@ -132,6 +136,7 @@ class LifecycleSuite(RuntimeSuite):
         assert end.cause is Cause.KILLED
         assert not alive(sandbox.handle)
 
+    @needs("programs")
     async def test_destroy_whatever_it_does(self, kit: Kit) -> None:
         for script in ("while :; do :; done", "kill -STOP $$", "sleep 1000", "dd if=/dev/zero of=/dev/null"):
             sandbox = await kit.sandbox()
@@ -203,6 +208,7 @@ class LifecycleSuite(RuntimeSuite):
             with pytest.raises(Unsupported):
                 await kit.start(replace(spec, network="open"))
 
+    @needs("programs")
     @needs("pause")
     async def test_pausing(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()

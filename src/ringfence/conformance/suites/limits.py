@@ -32,6 +32,7 @@ def script(code: str) -> tuple[str, ...]:
 class LimitSuite(RuntimeSuite):
     """Memory, processes, disk, files, processor time, output, deadline."""
 
+    @needs("programs")
     async def test_an_end_within_limits(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()
         result, output = await node_run(sandbox, "/bin/sh", "-c", "echo hello; exit 3")
@@ -40,6 +41,7 @@ class LimitSuite(RuntimeSuite):
         assert result.usage.output_bytes == 6
         assert result.usage.wall_seconds > 0
 
+    @needs("programs")
     async def test_a_signal_of_its_own(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()
         result, _ = await node_run(sandbox, "/bin/sh", "-c", "kill -ABRT $$")
@@ -53,6 +55,7 @@ class LimitSuite(RuntimeSuite):
         assert (result.end.cause, result.end.exit_code) == (Cause.OUT_OF_MEMORY, 137), result
         assert not result.end.reported
 
+    @needs("programs")
     async def test_processes(self, kit: Kit) -> None:
         sandbox = await kit.sandbox(max_processes=32)
         code = (
@@ -70,13 +73,14 @@ class LimitSuite(RuntimeSuite):
     async def test_disk(self, kit: Kit) -> None:
         sandbox = await kit.sandbox(memory=128 * MIB, disk=16 * MIB)
         code = (
-            "import os\nfd=os.open('/workspace/big', os.O_CREAT|os.O_WRONLY)\nn=0\ntry:\n"
-            " while n<200: n+=os.write(fd, bytes(1<<20))>>20\nexcept OSError as e: print(e.errno, n)"
+            "import os, errno\nfd=os.open('/workspace/big', os.O_CREAT|os.O_WRONLY)\nn=0\ntry:\n"
+            " while n<200: n+=os.write(fd, bytes(1<<20))>>20\n"
+            "except OSError as e: print(errno.errorcode[e.errno], n)"
         )
         result, output = await node_run(sandbox, *script(code))
-        number, written = map(int, output.split())
-        assert number == errno.ENOSPC  # and nobody was killed
-        assert written <= 16
+        name, written = output.split()
+        assert name == b"ENOSPC"  # and nobody was killed
+        assert int(written) <= 16
         assert result.end.cause is Cause.EXITED
         link = await kit.link(sandbox)
         await link.files.remove("/workspace/big")
@@ -85,20 +89,22 @@ class LimitSuite(RuntimeSuite):
     async def test_open_files(self, kit: Kit) -> None:
         link = await kit.started(max_open_files=64)
         code = (
-            "import os\nfds=[]\ntry:\n while True: fds.append(os.dup(0))\n"
-            "except OSError as e: print(e.errno, len(fds))"
+            "import os, errno\nfds=[]\ntry:\n while True: fds.append(os.open('/tmp', os.O_RDONLY))\n"
+            "except OSError as e: print(errno.errorcode[e.errno], len(fds))"
         )
         done = await python(link, code)
-        number, count = map(int, done.text.split())
-        assert number == errno.EMFILE
-        assert count <= 64
+        name, count = done.text.split()
+        assert name == ("EMFILE" if kit.capabilities.programs else "EIO")  # Wasmtime has no word for it
+        assert int(count) <= 64
 
+    @needs("programs")
     async def test_processor_time(self, kit: Kit) -> None:
         sandbox = await kit.sandbox(cpu_time=0.5)
         result, _ = await node_run(sandbox, "/bin/sh", "-c", "while :; do :; done")
         assert (result.end.cause, result.end.exit_code) == (Cause.CPU_TIME, 137)
         assert not alive(sandbox.handle)
 
+    @needs("programs")
     async def test_output(self, kit: Kit) -> None:
         sandbox = await kit.sandbox(output=100_000)
         result, output = await node_run(sandbox, "/bin/sh", "-c", "yes; yes >&2")
@@ -106,6 +112,7 @@ class LimitSuite(RuntimeSuite):
         assert len(output) <= 100_000
         assert not alive(sandbox.handle)
 
+    @needs("programs")
     async def test_output_of_all_commands_counts(self, kit: Kit) -> None:
         sandbox = await kit.sandbox(output=10_000)
         for _ in range(3):
@@ -114,6 +121,7 @@ class LimitSuite(RuntimeSuite):
         result, _ = await node_run(sandbox, "head", "-c", "3000", "/dev/zero")
         assert result.end.cause is Cause.OUTPUT_LIMIT
 
+    @needs("programs")
     async def test_deadline(self, kit: Kit) -> None:
         sandbox = await kit.sandbox(timeout=0.5)
         result, _ = await node_run(
@@ -148,6 +156,7 @@ class LimitSuite(RuntimeSuite):
         assert result.usage.cpu_seconds is None or result.usage.cpu_seconds > 0.01
         assert result.usage.memory_peak is None or result.usage.memory_peak > 1 << 20
 
+    @needs("programs")
     @needs("overlay")
     async def test_changes(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()

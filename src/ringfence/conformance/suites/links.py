@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from ringfence.conformance.harness import Kit, RuntimeSuite, python, run
+from ringfence.conformance.plugin import needs
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import GuestRefused, RingfenceError
@@ -92,6 +93,7 @@ class LinkSuite(RuntimeSuite):
             return
         raise AssertionError("no new link after the others were closed")
 
+    @needs("programs")
     async def test_binding(self, kit: Kit) -> None:
         link = await kit.started()
         await link.bind(env={"TOKEN": "late", "PATH": "/usr/bin:/bin"}, secrets={"key": b"s3cret\0\xff"})
@@ -118,6 +120,7 @@ class LinkSuite(RuntimeSuite):
         assert stats.links >= 1
         assert stats.uptime > 0
 
+    @needs("programs")
     async def test_the_agent_answers_under_a_fork_storm(self, kit: Kit) -> None:
         link = await kit.started(max_processes=64)
         storm = "import os\nwhile True:\n try:\n  if os.fork()==0: pass\n except OSError: pass"

@@ -27,8 +27,8 @@ async def main():
     node = await Node.open(sys.argv[1], adopt=False)
     sandbox = await node.create(request_for(sys.argv[2], keep=sys.argv[3] == "keep"))
     link = await sandbox.link()
-    script = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo $i; sleep 0.01; done"
-    await link.start(ProcessSpec(("/bin/sh", "-c", script), id="counting"))
+    code = "import time\\nfor n in range(1, 201): print(n, flush=True); time.sleep(0.01)"
+    await link.start(ProcessSpec(("/usr/bin/python3", "-I", "-S", "-c", code), id="counting"))
     print(sandbox.id, sandbox.handle.pid, flush=True)
     await asyncio.sleep(600)
 

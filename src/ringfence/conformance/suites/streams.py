@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 
 from ringfence.conformance.harness import Kit, RuntimeSuite, finish, python, read_until, run
+from ringfence.conformance.plugin import needs
 from ringfence.guest.processes import FROM_NOW, ProcessSpec
 
 MIB = 1024 * 1024
@@ -22,6 +23,7 @@ PATTERN = (
 class StreamSuite(RuntimeSuite):
     """stdin, stdout and stderr of commands."""
 
+    @needs("programs")
     async def test_stdout_and_stderr_are_apart(self, kit: Kit) -> None:
         link = await kit.started()
         done = await run(link, "/bin/sh", "-c", "echo out; echo err >&2; echo out2; echo err2 >&2")
@@ -55,12 +57,14 @@ class StreamSuite(RuntimeSuite):
         assert total == size
         assert digest.hexdigest() == errors.decode()
 
+    @needs("programs")
     async def test_twenty_megabytes_of_input(self, kit: Kit) -> None:
         link = await kit.started()
         data = bytes(range(249)) * (20 * MIB // 249)
         done = await run(link, "sha256sum", stdin=data)
         assert done.text.split()[0] == hashlib.sha256(data).hexdigest()
 
+    @needs("programs")
     async def test_a_command_that_does_not_read_its_input(self, kit: Kit) -> None:
         link = await kit.started()
         process = await link.start(
@@ -119,11 +123,13 @@ class StreamSuite(RuntimeSuite):
             drops += 1
             await link.close()
             link = await kit.link(sandbox)
+            # The same window again: no more may be on its way than the ring keeps.
             process = await link.attach("long", stdout=total, window=65536)
         assert drops == 5
         assert total == size
         assert digest.hexdigest() == errors.decode()
 
+    @needs("programs")
     async def test_a_command_outlives_its_link_and_its_output_is_kept(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()
         link = await kit.link(sandbox)
@@ -140,6 +146,7 @@ class StreamSuite(RuntimeSuite):
         assert again.stdout == b"early\nlate word\n"
         assert again.exit.code == 0
 
+    @needs("programs")
     async def test_detached(self, kit: Kit) -> None:
         link = await kit.started()
         await link.start(ProcessSpec(("/bin/sh", "-c", "echo alone; exit 5"), id="alone", detached=True))
@@ -162,6 +169,7 @@ class StreamSuite(RuntimeSuite):
         assert pieces[0].offset >= MIB - 65536 - 4096
         assert pieces[-1].offset + len(pieces[-1].data) == MIB
 
+    @needs("programs")
     async def test_from_now_on(self, kit: Kit) -> None:
         link = await kit.started()
         first = await link.start(
@@ -172,11 +180,13 @@ class StreamSuite(RuntimeSuite):
         await first.write(b"\n")
         assert (await finish(second)).stdout.lstrip(b"\n") == b"new\n"
 
+    @needs("programs")
     async def test_a_background_child_does_not_hold_the_command(self, kit: Kit) -> None:
         link = await kit.started()
         done = await run(link, "/bin/sh", "-c", "(sleep 60; echo never) & echo now")
         assert (done.exit.code, done.text) == (0, "now")
 
+    @needs("programs")
     async def test_two_readers_see_the_same(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()
         one, two = await kit.link(sandbox), await kit.link(sandbox)

@@ -20,8 +20,13 @@ ENVIRONMENT = {
 }
 
 
-def agent_arguments(spec: StartSpec, listen: int | str, cgroups: Iterable[int]) -> Iterator[str]:
-    """argv of the agent; ``listen`` is a descriptor or a path, ``cgroups`` descriptors of the workload's."""
+def agent_arguments(
+    spec: StartSpec, listen: int | str, cgroups: Iterable[int], filter_fd: int | None = None
+) -> Iterator[str]:
+    """argv of the agent; ``listen`` is a descriptor or a path, ``cgroups`` descriptors of the workload's.
+
+    ``filter_fd``: of a system call filter that the agent installs before anything else.
+    """
     identity = spec.identity
     yield "ringfence-agent"
     yield f"listen={listen}"
@@ -32,6 +37,8 @@ def agent_arguments(spec: StartSpec, listen: int | str, cgroups: Iterable[int]) 
         yield f"caps={identity.capabilities:x}"
     yield f"workdir={spec.workdir}"
     yield f"home={environment_of(spec)['HOME']}"
+    if filter_fd is not None:
+        yield f"filter={filter_fd}"
     numbers = ",".join(map(str, cgroups))
     if numbers:
         yield f"cgroup={numbers}"

@@ -31,6 +31,8 @@ OPS: dict[str, tuple[int, str]] = {
     "MKDIR": (19, "suuu"),
     "SYMLINK": (20, "ss"),
     "MKNOD": (21, "suuu"),
+    "ENTER": (48, "s"),
+    "LEAVE": (49, ""),
     "WRITE": (22, "ss"),
     "MASK": (23, "s"),
     "READONLY": (24, "s"),

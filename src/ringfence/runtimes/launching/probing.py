@@ -41,26 +41,29 @@ def _skeleton(folder: str) -> str:
     return skeleton
 
 
-def _identity(root: bool) -> Identity:
+def _identity(root: bool, user: int) -> Identity:
     if root:
         return Identity(1000, 1000, (IdMap(0, _FIRST_UID, MAP_SIZE),), AGENT_UID)
     return Identity(
-        1000,
-        1000,
-        (IdMap(1000, os.geteuid(), 1),),
-        1000,
-        gid_maps=(IdMap(1000, os.getegid(), 1),),
+        user,
+        user,
+        (IdMap(user, os.geteuid(), 1),),
+        user,
+        gid_maps=(IdMap(user, os.getegid(), 1),),
     )
 
 
-def specimen(folder: str, root: bool) -> StartSpec:
-    """The smallest wall: an empty root, one megabyte of disk, no cgroup."""
+def specimen(folder: str, root: bool, user: int = 1000) -> StartSpec:
+    """The smallest wall: an empty root, one megabyte of disk, no cgroup.
+
+    ``user``: of the workload, where a normal user makes the wall: the only one that can be mapped.
+    """
     return StartSpec(
         id="probe",
         folder=folder,
         hostname="probe",
         root=RootFs((_skeleton(folder),), (), Disk("tmpfs", 1 << 20, 256)),
-        identity=_identity(root),
+        identity=_identity(root, user),
         cgroup=CgroupPlace(),
         max_processes=64,
         max_open_files=256,
@@ -74,7 +77,9 @@ async def _try_out(runtime: Runtime, folder: str, root: bool) -> tuple[float, li
     begun = time.perf_counter()
     handle: Handle | None = None
     try:
-        handle = await runtime.start(specimen(folder, root))
+        # Some programs insist that user 0 is mapped inside.
+        user = int(getattr(runtime, "probe_user", 1000))
+        handle = await runtime.start(specimen(folder, root, user))
         async with await GuestLink.open(await runtime.connect(handle), timeout=TIMEOUT):
             taken = (time.perf_counter() - begun) * 1000
             boundary = await runtime.measure(handle)
@@ -121,6 +126,22 @@ async def probe(runtime: Any, version: str = "", vulnerabilities: tuple[str, ...
         reason="; ".join(missing),
         cold_start_ms=round(taken, 2),
         **answer,
+    )
+
+
+def unavailable(
+    runtime: Any, reason: str, remedy: str, version: str = "", known: tuple[str, ...] = ()
+) -> Probe:
+    """The answer of a driver that has nothing to start."""
+    return Probe(
+        runtime.name,
+        Health.UNAVAILABLE,
+        runtime.level,
+        runtime.boundary,
+        version,
+        reason=reason,
+        remedy=remedy,
+        vulnerabilities=known,
     )
 
 

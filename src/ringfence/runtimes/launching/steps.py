@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
-from ringfence.model.errors import StartFailed
-from ringfence.runtimes.contract import StartSpec
-from ringfence.runtimes.launching.plan import Plan
+from ringfence.model.errors import InvalidRequest, StartFailed
+from ringfence.runtimes.contract import Identity, RootFs, StartSpec
+from ringfence.runtimes.launching.guestargs import AGENT_CAPABILITIES
+from ringfence.runtimes.launching.plan import (
+    BIND_IDMAP,
+    BIND_READONLY,
+    MS_NODEV,
+    MS_NOSUID,
+    NOBODY,
+    Plan,
+)
 
 # RLIMIT_* of Linux: no core files, almost no locked memory.
 _FIXED = ((4, 0), (8, 64 << 10))
@@ -20,6 +29,11 @@ MASKED = (
     "/proc/timer_list", "/proc/timer_stats",
 )  # fmt: skip
 READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys")
+
+SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not given
+BYTES_PER_INODE = 8192  # of /dev/shm, as of a sandbox's disk
+SECRETS_SIZE = 1 << 20
+MOST_SECRETS = 1024
 
 
 def add_cgroups(plan: Plan, spec: StartSpec, opened: list[int]) -> list[int]:
@@ -53,12 +67,74 @@ def _open_tasks(path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def add_limits(plan: Plan, spec: StartSpec) -> None:
-    """The resource limits of every process of the wall."""
-    for number, value in _FIXED:
-        plan.add("RLIMIT", number, value, value)
-    plan.add("RLIMIT", _NOFILE, spec.max_open_files, spec.max_open_files)
+def per_process_limits(spec: StartSpec) -> Iterator[tuple[int, int]]:
+    """(RLIMIT_* number, value) of every process of the wall."""
+    yield from _FIXED
+    yield _NOFILE, spec.max_open_files
     if not spec.cgroup.agent:
         # Counted in the sandbox's own user namespace, the agent and its file helpers among them; the agent
         # gives the workload its own, lower limit (``processes=``).
-        plan.add("RLIMIT", _NPROC, spec.max_processes + 64, spec.max_processes + 64)
+        yield _NPROC, spec.max_processes + 64
+
+
+def add_limits(plan: Plan, spec: StartSpec) -> None:
+    """The resource limits of every process of the wall."""
+    for number, value in per_process_limits(spec):
+        plan.add("RLIMIT", number, value, value)
+
+
+def shm_limits(memory: int) -> tuple[str, str]:
+    """Options of ``/dev/shm`` that bound its bytes and its files, for a sandbox of so much memory."""
+    size = max(SHM_SMALLEST, memory // 2)
+    return f"size={size}", f"nr_inodes={size // BYTES_PER_INODE}"
+
+
+def agent_gid(identity: Identity) -> int:
+    """The agent's group: of its own, as its user is, or the workload's."""
+    return identity.agent_uid if identity.agent_uid != identity.uid else identity.gid
+
+
+def agent_capabilities(identity: Identity) -> int:
+    """What the agent holds in the sandbox's own user namespace; nothing on the host."""
+    separate = identity.agent_uid != identity.uid
+    return (AGENT_CAPABILITIES if separate else 0) | identity.capabilities
+
+
+def add_overlay(plan: Plan, files: RootFs, identity: Identity, disk: str, at: str, *, root: bool) -> None:
+    """The steps that mount the sandbox's disk at ``disk`` and its overlay root at ``at``.
+
+    ``disk`` is a folder to mount on; ``at`` is made, in ``disk`` or elsewhere. As ``root`` the lower layers
+    are idmapped into the plan's USERNS, and the upper layer belongs to the first id of the sandbox's range.
+    """
+    first = (identity.host_uid(0), identity.host_uid(0)) if root else (NOBODY, NOBODY)
+    if files.disk.kind == "tmpfs":
+        options = f"size={files.disk.size},nr_inodes={files.disk.inodes},mode=0700"
+        plan.add("MOUNT", "disk", disk, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    else:
+        assert files.disk.image is not None
+        plan.add("LOOP", files.disk.image, disk, "ext4", MS_NOSUID | MS_NODEV)
+    plan.add("MKDIR", f"{disk}/upper", 0o755, *first)
+    plan.add("MKDIR", f"{disk}/work", 0o700, NOBODY, NOBODY)
+    plan.add("MKDIR", at, 0o700, NOBODY, NOBODY)
+    lowers = []
+    for index, lower in enumerate(files.lowers):
+        if not root:
+            lowers.append(escaped(lower))
+            continue
+        plan.add("MKDIR", f"{disk}/l{index}", 0o700, NOBODY, NOBODY)
+        # Real paths only: the launcher follows no links. Layers are the node's own, so nobody swaps them.
+        plan.add("BIND", os.path.realpath(lower), f"{disk}/l{index}", BIND_READONLY | BIND_IDMAP)
+        lowers.append(f"{disk}/l{index}")
+    options = f"lowerdir={':'.join(lowers)},upperdir={disk}/upper,workdir={disk}/work"
+    plan.add("MOUNT", "root", at, "overlay", MS_NOSUID | MS_NODEV, options + ("" if root else ",userxattr"))
+
+
+def escaped(path: str) -> str:
+    """A layer's path as overlay's options want it.
+
+    Raises:
+        InvalidRequest: it can't be said.
+    """
+    if "\n" in path:
+        raise InvalidRequest(f"a layer's path has a line break: {path!r}")
+    return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")

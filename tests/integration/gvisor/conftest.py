@@ -1,0 +1,35 @@
+"""A node and the gvisor driver, for tests of what only that runtime has."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ringfence.conformance.harness import Kit, nothing_left
+from ringfence.node.service import Node
+
+
+@pytest.fixture
+async def kit() -> AsyncIterator[Kit]:
+    """Sandboxes on gvisor; afterwards nothing of them is left."""
+    if os.geteuid() != 0:
+        pytest.skip("walls of gVisor need root")
+    with tempfile.TemporaryDirectory(prefix="rf-gvisor-", ignore_cleanup_errors=True) as state:
+        Path(state).chmod(0o711)
+        node = await Node.open(state)
+        try:
+            runtime = await node.runtime("gvisor")
+            if runtime.driver.program is None:  # type: ignore[attr-defined]
+                pytest.skip("runsc is not installed")
+            made = Kit(Path(state), node, runtime)
+            try:
+                yield made
+            finally:
+                await made.close()
+        finally:
+            await node.close()
+        await nothing_left(Path(state), made.ids)
