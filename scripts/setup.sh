@@ -35,6 +35,7 @@ wanted() {
 	ps=procps
 	ip=iproute2
 	runc=runc
+	crun=crun
 	node=nodejs
 	LIST
     [ "$MODE" != fuzz ] || echo clang=clang

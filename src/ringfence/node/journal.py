@@ -170,7 +170,9 @@ def request_from_json(value: dict[str, Any]) -> SandboxRequest:
                     read_write=tuple(files["read_write"]),
                     mounts=tuple(Mount(**mount) for mount in files["mounts"]),
                 ),
-                process=Process(**wall["process"]),
+                process=Process(
+                    **wall["process"] | {"host_functions": tuple(wall["process"].get("host_functions", ()))}
+                ),
                 resources=Resources(**wall["resources"]),
             ),
             door=Door(

@@ -28,9 +28,9 @@ def test_this_host() -> None:
 @pytest.mark.parametrize(
     ("program", "version", "expected"),
     [
-        ("runc", "1.1.5+ds1", 5),
-        ("runc", "1.1.11", 5),
-        ("runc", "1.1.12", 4),
+        ("runc", "1.1.5+ds1", 6),
+        ("runc", "1.1.11", 6),
+        ("runc", "1.1.12", 5),
         ("runc", "1.2.7", 4),
         ("runc", "1.2.8", 1),
         ("runc", "1.3.2", 4),
