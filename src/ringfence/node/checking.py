@@ -25,7 +25,7 @@ GOOD, DEGRADED, MISSING = "good", "degraded", "missing"
 _CLONE_NEWUSER = 0x10000000
 _LANDLOCK_CREATE_RULESET = 444
 _MOUNT_SETATTR = 442
-_OLDEST = (5, 12)  # idmapped mounts, mount_setattr; before it no wall as root
+_OLDEST = (5, 19)  # overlay over idmapped layers; before it no wall as root
 
 
 class Check(NamedTuple):
@@ -84,11 +84,9 @@ def kernel() -> Check:
     numbers = tuple(int(n) for n in re.findall(r"\d+", release)[:2])
     if numbers < _OLDEST:
         return Check(
-            "kernel", MISSING, release, "Linux 5.12 or later is needed: idmapped mounts, mount_setattr",
+            "kernel", MISSING, release, "Linux 5.19 or later is needed: overlay over idmapped layers",
             "boot a newer kernel",
         )  # fmt: skip
-    if numbers < (5, 14):
-        return Check("kernel", DEGRADED, release, "no cgroup.kill before Linux 5.14: killing takes longer")
     return Check("kernel", GOOD, release)
 
 
@@ -167,7 +165,7 @@ def idmapped_mounts() -> Check:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall(_MOUNT_SETATTR, -1, None, 0, None, ctypes.c_size_t(0))
     if ctypes.get_errno() == errno.ENOSYS:
-        return Check("idmapped mounts", MISSING, "absent", "no wall as root", "Linux 5.12 or later")
+        return Check("idmapped mounts", MISSING, "absent", "no wall as root", "Linux 5.19 or later")
     return Check("idmapped mounts", GOOD, "available" if privileged() else "root only")
 
 

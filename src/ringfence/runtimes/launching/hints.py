@@ -66,7 +66,7 @@ def _hint(step: str, number: int, rootless: bool) -> str:
     if step == "bind" and number == errno.ELOOP:
         return "give the real path: a part of it is a symbolic link, or has just become one"
     if number == errno.ENOSYS:
-        return "the kernel is too old: Linux 5.12 or later is needed"
+        return "the kernel is too old: Linux 5.19 or later is needed"
     if step == "launcher":
         return "the launcher was killed; the next start makes a new one"
     return ""
