@@ -118,13 +118,13 @@ class Kit:
         """What the node would hand to the driver, for a start without the node: in a folder of its own, and
         without cgroups."""
         recorder = _Recorder(self.runtime)
-        self.node._runtimes[self.name] = recorder
+        self.node.use(recorder)
         try:
             await self.node.create(request_for(self.name, **wishes))
         except _Recorded as found:
             spec = found.spec
         finally:
-            self.node._runtimes[self.name] = self.runtime
+            self.node.use(self.runtime)
         folder = Path(spec.folder)
         folder.mkdir(mode=0o711)
         folder.chmod(0o711)

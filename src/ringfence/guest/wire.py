@@ -12,7 +12,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from ringfence.guest import frames
 from ringfence.guest.channels import Channel
@@ -108,9 +108,9 @@ class Wire(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say HELLO at once."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=_WRITE_HIGH)
+        made = cast(asyncio.Transport, transport)  # other event loops have classes of their own
+        self._transport = made
+        made.set_write_buffer_limits(high=_WRITE_HIGH)
         fields = encode([(1, frames.MAGIC), (2, VERSION), (3, self._nonce), (4, self._role)])
         hello = frames.frame(0, frames.HELLO, fields)
         if self._resync:

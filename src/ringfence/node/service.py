@@ -148,6 +148,10 @@ class Node:
             self._runtimes[name] = cast(Runtime, registry.load(name, context))
         return self._runtimes[name]
 
+    def use(self, runtime: Runtime) -> None:
+        """From now on the driver of that name, in place of the registry's: one that measures, or a fault."""
+        self._runtimes[runtime.name] = runtime
+
     async def select(self, policy: Policy) -> str:
         """The name of the runtime that :meth:`create` would try first for this policy.
 

@@ -125,15 +125,27 @@ def test_pure_v1_with_shared_cpu_and_cpuacct(host: Host) -> None:
         host.v1(names)
     found = host.detect(0)
     assert found.mode == "v1"
-    assert set(found.roots) == {"memory", "pids", "cpu", "cpuacct"}
+    assert set(found.roots) == {"memory", "pids", "cpu", "cpuacct", "freezer"}
     assert found.roots["cpu"] == found.roots["cpuacct"]
     assert found.enforced()["cpu_time"] == "cgroup-v1"
     place = found.group("sb-x").place()
-    assert len(place.agent) == 3  # one hierarchy, one file
+    assert len(place.agent) == 4  # one hierarchy, one file
     assert len(place.work) == 3
 
 
-def test_hybrid_uses_the_v2_tree_for_counting(host: Host) -> None:
+def test_hybrid_counts_and_freezes_by_version_1(host: Host) -> None:
+    """What moves there locks nobody out."""
+    for names in ("memory", "pids", "cpu", "cpuacct", "freezer"):
+        host.v1(names)
+    host.node(host.v2(), "")
+    found = host.detect(0)
+    assert found.mode == "hybrid"
+    assert set(found.roots) == {"memory", "pids", "cpu", "cpuacct", "freezer"}
+    assert found.enforced()["cpu_time"] == "cgroup-v1"
+    assert found.group("sb-x").place().v2_fd_path is None
+
+
+def test_hybrid_without_a_freezer_uses_the_v2_tree_for_counting(host: Host) -> None:
     for names in ("memory", "pids", "cpu", "cpuacct"):
         host.v1(names)
     host.node(host.v2(), "")
