@@ -116,7 +116,7 @@ class Wire(asyncio.BufferedProtocol):
         if self._resync:
             self._parser.seek()
             hello = bytes(frames.RESYNC_ZEROS) + hello
-        transport.write(hello)
+        made.write(hello)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""

@@ -333,17 +333,6 @@ class Group:
             return found
         return []
 
-    def freeze(self, frozen: bool = True) -> bool:
-        """Stop every member, or let it go on. False: not possible here."""
-        base = self._base.get("unified")
-        if base is None:
-            return False
-        try:
-            _write(f"{base}/cgroup.freeze", "1" if frozen else "0")
-        except OSError:
-            return False
-        return True
-
     def kill(self) -> None:
         """SIGKILL every member, and what they fork meanwhile."""
         base = self._base.get("unified")
@@ -431,9 +420,9 @@ def _detect_v1(v1: dict[str, tuple[str, str]], v2: tuple[str, str] | None, own: 
             roots[name] = root
         else:
             refused.append(root)
-    # Counting and freezing the whole sandbox. Version 2 could do both with one group, but moving into it locks out
-    # every fork and exit of the machine (or needs CLONE_INTO_CGROUP, and with it a child that was not made ahead:
-    # 1.7 ms a start); a thread that moves itself by version 1's `tasks` locks nothing.
+    # Counting and freezing the whole sandbox. Version 2 could do both with one group, but moving into it
+    # locks out every fork and exit of the machine (or needs CLONE_INTO_CGROUP, and with it a child that was
+    # not made ahead: 1.7 ms a start); a thread that moves itself by version 1's `tasks` locks nothing.
     if user == 0 and {"cpuacct", "freezer"} <= set(v1):
         for name in ("cpuacct", "freezer"):
             if _usable(v1[name][0]):

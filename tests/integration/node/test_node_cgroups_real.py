@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from ringfence.node import cgroups
 from ringfence.node.cgroups import Cgroups, Group, GroupLimits
 from ringfence.node.groups import CLEAN, GroupPool
+from ringfence.runtimes.launching import freezing
 
 MIB = 1 << 20
 LIMITS = GroupLimits(memory=48 * MIB, cpus=0.25, pids=12)
@@ -123,21 +125,29 @@ def test_killing_takes_everybody(group: Group) -> None:
         process.stdout.close()
 
 
-def test_freezing_and_letting_go(group: Group) -> None:
-    if not group.freeze(False):
-        pytest.skip("no freezer in the v2 tree here")
+async def test_freezing_and_letting_go(group: Group) -> None:
     with inside(group, "while True: pass") as process:
         assert eventually(lambda: (group.cpu_seconds() or 0) > 0.02)
-        assert group.freeze()
+        await freezing.freeze(group.place().agent, frozen=True)
         before = group.cpu_seconds()
         time.sleep(0.2)
         after = group.cpu_seconds()
         assert before is not None
         assert after is not None
         assert after - before < 0.05
-        assert group.freeze(False)
+        await freezing.freeze(group.place().agent, frozen=False)
         assert eventually(lambda: (group.cpu_seconds() or 0) > after + 0.05)
         process.kill()
+
+
+def test_a_frozen_sandbox_can_be_killed(group: Group) -> None:
+    with inside(group, "print('up', flush=True)\nwhile True: pass") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        asyncio.run(freezing.freeze(group.place().agent, frozen=True))
+        group.kill()
+        assert eventually(lambda: not group.processes())
+        process.stdout.close()
 
 
 def test_who_is_not_in_it_is_told(group: Group) -> None:
