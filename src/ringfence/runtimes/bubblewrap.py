@@ -22,8 +22,9 @@ from ringfence.model.errors import GuestError, RingfenceError, RuntimeUnavailabl
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import RuntimeContext
 from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
-from ringfence.runtimes.launching import freezing, sockets
+from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.guestargs import agent_arguments, environment
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import Plan
@@ -43,7 +44,7 @@ _VULNERABILITIES = (
 OLDEST = (0, 8, 0)  # --disable-userns, --size
 
 
-class BubblewrapRuntime(LaunchedRuntime):
+class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
     """See the module."""
 
     name = "bubblewrap"
@@ -134,22 +135,6 @@ class BubblewrapRuntime(LaunchedRuntime):
             listener.close()
             for descriptor in opened:
                 os.close(descriptor)
-
-    async def pause(self, handle: Handle) -> None:
-        """See the contract.
-
-        Raises:
-            Unsupported: the sandbox has no cgroup that can be frozen.
-        """
-        await freezing.freeze(handle.data["cgroups"], frozen=True)
-
-    async def resume(self, handle: Handle) -> None:
-        """See the contract."""
-        await freezing.freeze(handle.data["cgroups"], frozen=False)
-
-    async def thaw(self, handle: Handle) -> None:
-        """Frozen tasks of a version 1 freezer don't even die."""
-        freezing.thaw(handle.data["cgroups"])
 
     # -- starting
 

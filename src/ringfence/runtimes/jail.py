@@ -16,8 +16,9 @@ from ringfence.model.errors import HostLimit, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, DEVPTS, STAGE
 from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, RootFs, StartSpec
-from ringfence.runtimes.launching import freezing, sockets
+from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.guestargs import AGENT_CAPABILITIES, agent_arguments, environment
 from ringfence.runtimes.launching.landlock import add_landlock
 from ringfence.runtimes.launching.plan import (
@@ -66,7 +67,7 @@ _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _LISTEN_FD = 3
 
 
-class JailRuntime(LaunchedRuntime):
+class JailRuntime(FrozenByCgroup, LaunchedRuntime):
     """See the module."""
 
     name = "jail"
@@ -146,22 +147,6 @@ class JailRuntime(LaunchedRuntime):
         return os.open(
             f"/proc/{handle.pid}/root/.ringfence/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         )
-
-    async def pause(self, handle: Handle) -> None:
-        """See the contract.
-
-        Raises:
-            Unsupported: the sandbox has no cgroup that can be frozen.
-        """
-        await freezing.freeze(handle.data["cgroups"], frozen=True)
-
-    async def resume(self, handle: Handle) -> None:
-        """See the contract."""
-        await freezing.freeze(handle.data["cgroups"], frozen=False)
-
-    async def thaw(self, handle: Handle) -> None:
-        """Frozen tasks of a version 1 freezer don't even die."""
-        freezing.thaw(handle.data["cgroups"])
 
     # -- the plan
 

@@ -25,8 +25,9 @@ from ringfence.model.errors import (
 )
 from ringfence.runtimes.context import RuntimeContext
 from ringfence.runtimes.contract import Handle, Health, Probe, StartSpec
-from ringfence.runtimes.launching import freezing, readied, sockets
+from ringfence.runtimes.launching import readied, sockets
 from ringfence.runtimes.launching.driver import DESTROY_TIMEOUT, EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import Plan
 from ringfence.runtimes.launching.processes import ProcessRef, readable
@@ -36,7 +37,7 @@ LISTEN = 3  # the agent's listening socket; the workload's cgroups follow
 _MOST_TEXT = 8192  # bytes of a program's own messages
 
 
-class ForeignRuntime(LaunchedRuntime):
+class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
     """Base of the drivers whose program builds the wall. Subclasses say how it is called."""
 
     monitored = True  # the program stays; else it becomes the guest agent
@@ -157,22 +158,6 @@ class ForeignRuntime(LaunchedRuntime):
         return os.open(
             f"/proc/{handle.pid}/root/.ringfence/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         )
-
-    async def pause(self, handle: Handle) -> None:
-        """See the contract.
-
-        Raises:
-            Unsupported: the sandbox has no cgroup that can be frozen.
-        """
-        await freezing.freeze(handle.data["cgroups"], frozen=True)
-
-    async def resume(self, handle: Handle) -> None:
-        """See the contract."""
-        await freezing.freeze(handle.data["cgroups"], frozen=False)
-
-    async def thaw(self, handle: Handle) -> None:
-        """Frozen tasks of a version 1 freezer don't even die."""
-        freezing.thaw(handle.data["cgroups"])
 
     async def kill(self, handle: Handle) -> None:
         """SIGKILL the monitor: the kernel takes down everything below it.

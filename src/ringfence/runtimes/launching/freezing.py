@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 
 from ringfence.model.errors import DeadlineExceeded, Unsupported
+from ringfence.runtimes.contract import Handle
 
 TIMEOUT = 5.0  # seconds until every process must be frozen
 
@@ -75,3 +76,23 @@ def thaw(procs: Iterable[str]) -> None:
     if switch is not None:
         with contextlib.suppress(OSError):
             _write(switch[0], switch[2])
+
+
+class FrozenByCgroup:
+    """The power to pause, for drivers whose handles name the agent's cgroups in ``data["cgroups"]``."""
+
+    async def pause(self, handle: Handle) -> None:
+        """See the contract.
+
+        Raises:
+            Unsupported: the sandbox has no cgroup that can be frozen.
+        """
+        await freeze(handle.data["cgroups"], frozen=True)
+
+    async def resume(self, handle: Handle) -> None:
+        """See the contract."""
+        await freeze(handle.data["cgroups"], frozen=False)
+
+    async def thaw(self, handle: Handle) -> None:
+        """Frozen tasks of a version 1 freezer don't even die."""
+        thaw(handle.data["cgroups"])

@@ -27,8 +27,9 @@ from ringfence.model.errors import (
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, STAGE, RuntimeContext
 from ringfence.runtimes.contract import Bind, Capabilities, Handle, Health, Identity, Probe, StartSpec
-from ringfence.runtimes.launching import freezing, sockets
+from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.guestargs import environment_of
 from ringfence.runtimes.launching.landlock import add_landlock
 from ringfence.runtimes.launching.plan import (
@@ -88,7 +89,7 @@ _START = (
 )
 
 
-class WasmRuntime(LaunchedRuntime):
+class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
     """See the module."""
 
     name = "wasm"
@@ -199,22 +200,6 @@ class WasmRuntime(LaunchedRuntime):
         return os.open(
             f"/proc/{handle.pid}/root/.ringfence/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         )
-
-    async def pause(self, handle: Handle) -> None:
-        """See the contract.
-
-        Raises:
-            Unsupported: the sandbox has no cgroup that can be frozen.
-        """
-        await freezing.freeze(handle.data["cgroups"], frozen=True)
-
-    async def resume(self, handle: Handle) -> None:
-        """See the contract."""
-        await freezing.freeze(handle.data["cgroups"], frozen=False)
-
-    async def thaw(self, handle: Handle) -> None:
-        """Frozen tasks of a version 1 freezer don't even die."""
-        freezing.thaw(handle.data["cgroups"])
 
     # -- modules
 
