@@ -49,9 +49,16 @@ static bool set_capabilities(uint64_t keep)
 /* Where no cgroup counts: the kernel's count by user. The agent is in it if it has the workload's user. */
 static bool limit_processes(void)
 {
+    struct rlimit limit;
+    if (config.processes == 0)
+        return true;
+    if (getrlimit(RLIMIT_NPROC, &limit) < 0)
+        return false;
     rlim_t most = config.processes + (config.uid == getuid());
-    struct rlimit limit = {most, most};
-    return config.processes == 0 || setrlimit(RLIMIT_NPROC, &limit) == 0;
+    if (limit.rlim_max > most) /* never more than whoever built the wall gave */
+        limit.rlim_max = most;
+    limit.rlim_cur = limit.rlim_max;
+    return setrlimit(RLIMIT_NPROC, &limit) == 0;
 }
 
 /* Becomes the workload's user for good. `as_root`: root of the sandbox's own user namespace. */
