@@ -74,6 +74,10 @@ static bool empty_bounding_set(void)
         return false;
     if ((sets[0].effective >> CAP_SETPCAP & 1) == 0)
         return true;
+    for (int i = 0; i < 2; i++) /* what root of the sandbox keeps can become inheritable only while it is in the set */
+        sets[i].inheritable |= (uint32_t)(config.caps >> 32 * i) & sets[i].permitted;
+    if (syscall(SYS_capset, &header, sets) < 0)
+        return false;
     for (int capability = 0; prctl(PR_CAPBSET_READ, capability, 0, 0, 0) >= 0; capability++)
         if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0)
             return false;

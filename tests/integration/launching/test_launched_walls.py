@@ -300,8 +300,8 @@ async def test_links_are_independent(any_bench: Bench) -> None:
     assert results == [(0, f"{n}\n") for n in range(8)]
 
 
-async def open_files(made: Bench, expected: int | None = None) -> int:
-    """Of the launcher, once it has made its children ahead; waits a while for the expected number."""
+async def open_files(made: Bench, most: int | None = None) -> int:
+    """Of the launcher, once it has made its children ahead; waits a while until there are at most so many."""
     process = Path(f"/proc/{made.context.launcher.pid}")
     deadline = asyncio.get_running_loop().time() + 10
     while True:
@@ -311,7 +311,7 @@ async def open_files(made: Bench, expected: int | None = None) -> int:
                 count += not os.readlink(each).startswith("user:")
         children = len((process / f"task/{process.name}/children").read_text().split())
         ready = not made.context.root or children == CHILDREN_READY + 1  # and the janitor
-        if (ready and expected in (None, count)) or asyncio.get_running_loop().time() > deadline:
+        if (ready and (most is None or count <= most)) or asyncio.get_running_loop().time() > deadline:
             return count
         await asyncio.sleep(0.005)
 
@@ -327,7 +327,7 @@ async def test_a_failing_step_is_named_and_undone(jail: Bench) -> None:
     assert not (jail.folder / "sb-1" / "guest.sock").exists()
     assert (await jail.run(await jail.start(), "echo still"))[1] == "still\n"
     await jail.runtime.destroy(jail.made[-1])
-    assert await open_files(jail, before) == before
+    assert await open_files(jail, before) <= before
 
 
 async def test_bubblewrap_tells_what_bwrap_said() -> None:

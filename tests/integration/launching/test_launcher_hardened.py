@@ -27,6 +27,7 @@ def make(tmp_path: Path, target: str) -> Path:
     return build / target
 
 
+@pytest.mark.timeout(400)
 def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
     built = make(tmp_path, "sanitize/ringfence-launcher")
     native, logs = tmp_path / "native", tmp_path / "logs"
@@ -48,7 +49,7 @@ def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )  # fmt: skip
     reports = [path.read_text(errors="replace") for path in logs.iterdir()]
     assert not reports, reports[0][:4000]
