@@ -13,10 +13,12 @@ GVISOR: dict[str, tuple[str, str]] = {
     # files
     "write-usr": ("denied:EACCES+denied:EPERM", ""),
     "masked-proc": ("invisible", ""),
-    "ringfence-folder-write": ("denied:EACCES+denied:EBUSY", ""),
+    "ringfence-folder-write": ("denied:EACCES", ""),
+    "set-user-id-made-inside": ("denied:EPERM", ""),
     "overlay-marks": ("denied:ENOTSUP", ""),
     "set-user-id": ("denied:EROFS", ""),
     # processes
+    "become-another": ("denied:EPERM", ""),
     "host-pidfd_getfd": ("denied:ENOSYS", _NO_SUCH),
     "host-pidfd_signal": ("denied:ENOSYS", _NO_SUCH),
     "agent-pidfd_getfd": ("denied:ENOSYS", _NO_SUCH),
