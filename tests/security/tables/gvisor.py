@@ -38,6 +38,11 @@ GVISOR: dict[str, tuple[str, str]] = {
     "terminal-typing-pty": ("denied:ENOTTY", ""),
     "console": ("reached", _OWN),
     "agent-socket": ("denied:EACCES+invisible", ""),
+    # bombs
+    "inode-bomb-shm": (
+        "contained:out_of_memory",
+        "gVisor's tmpfs counts no inodes: the memory limit ends the wall",
+    ),
     # kernel
     "mount-mount_setattr": ("denied:ENOSYS", _NO_SUCH),
     "call-personality": ("reached", _OWN),
