@@ -56,7 +56,8 @@ async def test_the_list_of_changes_follows_nothing(wall: str, node: Node, stage:
     assert not any(stage.decoy in change.path for change in changes)
     for name in ("to-file", "to-folder", "climb", "root", "loop", "self", "zero"):
         assert (found[name].type, found[name].digest) == ("symlink", None)
-    for name in ("pipe", "socket"):
+    # gVisor keeps pipes and sockets in its own kernel: the host's layer never has them.
+    for name in () if wall == "gvisor" else ("pipe", "socket"):
         assert (found[name].type, found[name].digest) == ("other", None)
     assert found["sparse"].digest is None  # a terabyte that takes no disk is not read
     assert {"new\nline", "x" * 255, os.fsdecode(b"\xff\xfe\x80"), "-rf", "\x1b[2J"} <= set(found)
