@@ -134,6 +134,11 @@ class LaunchedRuntime:
         child = self._children.get((handle.pid, handle.birth))
         ours = child is not None and child.pid == handle.pid and child.pidfd >= 0
         descriptor = os.dup(child.pidfd) if child is not None and ours else self.ref(handle).pidfd()
+        await self._end(handle, handle.pid, descriptor)
+
+    async def _end(self, handle: Handle, pid: int, descriptor: int | None) -> None:
+        """Kill the process on which the wall hangs by its pidfd (closed here), and wait for it."""
+        child = self._children.get((handle.pid, handle.birth))
         try:
             if descriptor is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -144,9 +149,9 @@ class LaunchedRuntime:
                     await readable(descriptor)
         except TimeoutError:
             raise HostLimit(
-                f"process {handle.pid} of sandbox {handle.id} does not die",
-                hint=f"see /proc/{handle.pid}/stack: it probably waits for a disk or a network file system",
-                pid=handle.pid,
+                f"process {pid} of sandbox {handle.id} does not die",
+                hint=f"see /proc/{pid}/stack: it probably waits for a disk or a network file system",
+                pid=pid,
             ) from None
         finally:
             if descriptor is not None:

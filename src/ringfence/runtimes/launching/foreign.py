@@ -26,11 +26,11 @@ from ringfence.model.errors import (
 from ringfence.runtimes.context import RuntimeContext
 from ringfence.runtimes.contract import Handle, Health, Probe, StartSpec
 from ringfence.runtimes.launching import readied, sockets
-from ringfence.runtimes.launching.driver import DESTROY_TIMEOUT, EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import Plan
-from ringfence.runtimes.launching.processes import ProcessRef, readable
+from ringfence.runtimes.launching.processes import ProcessRef
 
 START_TIMEOUT = 15.0  # seconds until the agent behind the program must answer
 LISTEN = 3  # the agent's listening socket; the workload's cgroups follow
@@ -169,25 +169,7 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
             await super().kill(handle)
             return
         monitor = ProcessRef(int(handle.data["monitor"]), int(handle.data["born"]), handle.boot_id)
-        descriptor = monitor.pidfd()
-        child = self._children.get((handle.pid, handle.birth))
-        try:
-            if descriptor is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                await self.thaw(handle)
-            async with asyncio.timeout(DESTROY_TIMEOUT):
-                if (child is None or await asyncio.shield(child.exited) is None) and descriptor is not None:
-                    await readable(descriptor)
-        except TimeoutError:
-            raise HostLimit(
-                f"process {monitor.pid} of sandbox {handle.id} does not die",
-                hint=f"see /proc/{monitor.pid}/stack: it probably waits for a disk or a network file system",
-                pid=monitor.pid,
-            ) from None
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        await self._end(handle, monitor.pid, monitor.pidfd())
 
     # -- starting
 
