@@ -72,6 +72,7 @@ class Capabilities:
     memory_snapshot: bool = False
     gpu: bool = False
     programs: bool = True  # runs any program of its root; else only what the driver maps
+    host_template: bool = True  # takes the ``host`` template; else only one with a disk or an image of its own
     network: tuple[str, ...] = ("none",)
 
 
@@ -145,6 +146,10 @@ class RootFs:
     ``binds`` are laid over the root in order. ``writable`` are the folders that a normal user writes to
     (drivers without overlay put sized tmpfs there). ``read_write``/``read_only`` come from the policy;
     ``read_write`` is what stays writable when ``readonly`` is set.
+
+    ``template`` names the content of ``lowers`` (``host``, or a template's digest): drivers that need it in
+    another form (a VM's disk, an engine's image) keep that under this name. ``image``: a container engine's
+    own image, in place of ``lowers``.
     """
 
     lowers: tuple[str, ...]
@@ -154,6 +159,8 @@ class RootFs:
     writable: tuple[str, ...] = ("/workspace", "/tmp", "/var/tmp", "/home/agent")  # noqa: S108 - inside
     read_write: tuple[str, ...] = ()
     read_only: tuple[str, ...] = ()
+    template: str = "host"
+    image: str = ""
 
 
 @dataclass(frozen=True, slots=True)
