@@ -207,7 +207,7 @@ async def next_piece(process: GuestProcess) -> Output:
     raise AssertionError("the output ended")
 
 
-async def eventually(check: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+async def eventually(check: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Wait for something of the host that gives no event (the kernel takes walls down in its own time)."""
     end = time.monotonic() + seconds
     while not check():

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ringfence.model.errors import GuestError, StartFailed
+from ringfence.model.errors import GuestError, HostLimit, StartFailed
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.contract import Capabilities, Handle, Probe, StartSpec
 from ringfence.runtimes.gvisor_parts import links, sandboxes
@@ -125,7 +125,7 @@ class GvisorRuntime(ForeignRuntime):
             raise
         finally:
             if memory:
-                await images.wake(program, monitor, handle.id, self._ended(handle))
+                await self._woken(handle, program, monitor)
         return await asyncio.to_thread(
             images.describe, folder, await self._version(), handle.data["fitting"], memory=memory
         )
@@ -153,6 +153,21 @@ class GvisorRuntime(ForeignRuntime):
             await self.destroy(handle)
             raise
         return handle
+
+    async def _woken(self, handle: Handle, program: str, monitor: int) -> None:
+        """Wake the agent that slept through a snapshot; return when it listens again."""
+        from ringfence.runtimes.gvisor_parts import images
+
+        ended = self._ended(handle)
+        try:
+            async with asyncio.timeout(images.TIMEOUT):
+                await images.wake(program, monitor, handle.id, ended)
+                # It binds its socket anew a moment after the signal: until then nobody could dial.
+                (await links.appear(handle.folder, ended)).close()
+        except (TimeoutError, ConnectionError) as error:
+            raise HostLimit(
+                "the agent did not come back after the snapshot", hint="destroy the sandbox"
+            ) from error
 
     def _ended(self, handle: Handle) -> asyncio.Future[int | None]:
         child = self._children.get((handle.pid, handle.birth))
