@@ -102,7 +102,7 @@ async def test_cancelled_in_the_middle_of_a_start(node: Node, monkeypatch: pytes
     creating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await creating
-    # The driver was never heard of again, so its wall is killed through the cgroup. A process leaves its cgroup
+    # The driver was never heard of again, so its wall is killed through the cgroup. A process leaves that
     # a moment before it counts as dead, and stays in /proc until its parent has heard of it.
     if node.cgroups.mode != "none":
         await eventually(lambda: not alive(handles[0]), "the wall is dead")
