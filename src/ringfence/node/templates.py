@@ -82,6 +82,7 @@ class HostTemplate:
         self._state = state
         self._known: dict[int, tuple[float, str]] = {}
         self._roots: dict[tuple[Filesystem, int, Disk], tuple[str, RootFs]] = {}
+        self._binds: tuple[str, tuple[Bind, ...]] | None = None
 
     def skeleton(self, user: int) -> str:
         """The lower layer for sandboxes whose workload is ``user``; made if missing.
@@ -110,7 +111,7 @@ class HostTemplate:
         usual = self._roots.get((files, user, disk))
         if usual is not None and usual[0] == skeleton:
             return usual[1]
-        binds = [*system_binds()]
+        binds = [*self._system_binds(skeleton)]
         lowers: tuple[str, ...] = (skeleton,)
         extra = [p for p in (*files.read_write, *files.read_only) if not os.path.lexists(skeleton + p)]
         if files.mounts or extra:
@@ -122,7 +123,8 @@ class HostTemplate:
                 points = _points(folder, skeleton, binds, files, user)
             except OSError as error:
                 raise host_limit(error, f"make mount points in {folder}") from error
-            lowers = (points, skeleton)
+            if points is not None:
+                lowers = (points, skeleton)
         made = RootFs(
             lowers=lowers,
             binds=tuple(binds),
@@ -132,9 +134,16 @@ class HostTemplate:
             read_write=files.read_write,
             read_only=files.read_only,
         )
-        if len(lowers) == 1 and disk.kind == "tmpfs":  # nothing in it is this sandbox's alone
+        # Nothing in it is this sandbox's alone, and no mount of it has to be judged anew each time.
+        if len(lowers) == 1 and not files.mounts and disk.kind == "tmpfs":
             self._roots = {(files, user, disk): (skeleton, made)}
         return made
+
+    def _system_binds(self, skeleton: str) -> tuple[Bind, ...]:
+        # Looked up as often as the skeleton is, whose digest tells of a change.
+        if self._binds is None or self._binds[0] != skeleton:
+            self._binds = (skeleton, system_binds())
+        return self._binds[1]
 
     def _build(self, folder: Path, user: int) -> None:
         import shutil  # late: built once a host, and `ringfence run` starts sooner without it
@@ -336,22 +345,30 @@ def _bind(mount: Mount, below: list[Bind]) -> Bind:
     return Bind(source, mount.target, read_only=mount.read_only)
 
 
-def _points(folder: Path, skeleton: str, binds: list[Bind], files: Filesystem, user: int) -> str:
-    """A layer with what this sandbox has to mount on, and the policy's folders that the skeleton lacks."""
-    layer = folder / "points"
-    layer.mkdir(0o755)
-    layer.chmod(0o755)
+def _points(folder: Path, skeleton: str, binds: list[Bind], files: Filesystem, user: int) -> str | None:
+    """A layer with what this sandbox has to mount on, and the policy's folders that the skeleton lacks.
+
+    None if the skeleton lacks nothing.
+    """
     targets = [b.target for b in binds]
     wanted: dict[str, tuple[bool, int]] = {}  # path → (is a folder, owner)
     for path in files.read_only:
         wanted[path] = (True, 0)
     for path in files.read_write:
         wanted[path] = (True, user)
-    for bind in binds[len(system_binds()) :]:
+    for bind in binds[len(binds) - len(files.mounts) :]:
         wanted[bind.target] = (os.path.isdir(bind.source), 0)
-    for path, (is_folder, owner) in wanted.items():
-        if os.path.lexists(skeleton + path) or any(path.startswith(t + "/") for t in targets):
-            continue
+    missing = {
+        path: how
+        for path, how in wanted.items()
+        if not (os.path.lexists(skeleton + path) or any(path.startswith(t + "/") for t in targets))
+    }
+    if not missing:
+        return None
+    layer = folder / "points"
+    layer.mkdir(0o755)
+    layer.chmod(0o755)
+    for path, (is_folder, owner) in missing.items():
         _parents(layer, skeleton, path)
         inside = f"{layer}{path}"
         if os.path.lexists(inside):

@@ -162,7 +162,8 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
             plan.add("MAPS", MAPS_HELPER if identity.helper else MAPS_DENY_SETGROUPS, _maps(identity))
         if not spec.ephemeral:
             plan.add("KEEP")
-        plan.add("EXIT_FILE", os.path.join(spec.folder, EXIT_FILE))
+            # Of an ephemeral wall nobody asks after its node's end.
+            plan.add("EXIT_FILE", os.path.join(spec.folder, EXIT_FILE))
         work = add_cgroups(plan, spec, opened)
         plan.add("FD", plan.fd(listener), _LISTEN_FD)
         for index, descriptor in enumerate(work):

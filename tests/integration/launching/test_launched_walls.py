@@ -268,7 +268,7 @@ async def test_bubblewrap_refuses_user_zero() -> None:
 
 
 async def test_the_end_is_told_as_the_host_saw_it(any_bench: Bench) -> None:
-    handle = await any_bench.start()
+    handle = await any_bench.start(any_bench.spec(ephemeral=False))
     waiting = [asyncio.create_task(any_bench.runtime.wait(handle)) for _ in range(2)]
     os.kill(handle.pid, signal.SIGKILL)
     assert await asyncio.gather(*waiting) == [Exit(signal=9)] * 2
