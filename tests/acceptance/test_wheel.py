@@ -52,3 +52,7 @@ def test_a_wheel_is_built_and_its_installation_runs_a_command(tmp_path: Path) ->
         sys.executable, "-m", "ringfence", "run", "--", "echo", "hello", cwd=tmp_path, env=environment
     )
     assert said == "hello\n"
+    # The suite of the installed package, from a place that has no checkout.
+    selected = ("--runtime", "fake", "-k", "Lifecycle and once")
+    said = call(sys.executable, "-m", "ringfence", "conformance", *selected, cwd=tmp_path, env=environment)
+    assert "lifecycle" in said, said
