@@ -1,4 +1,4 @@
-"""Builds the two native programs with the package and ships them in a platform wheel.
+"""Builds the native programs with the package and ships them in a platform wheel.
 
 Everything else about the package is in pyproject.toml. The programs are static and speak no Python ABI, so
 one wheel serves every Python 3 of its architecture: ``py3-none-linux_ARCH``.

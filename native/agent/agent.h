@@ -26,9 +26,9 @@
 #define LINK_PARSE_HIGH (256u << 10)  /* no more frames are read from a link above this */
 
 struct config {
-    int listen_fd, stream_in, stream_out, wake_fd;
+    int listen_fd, stream_in, stream_out, mux_in, mux_out, wake_fd;
     int filter_fd; /* a file of struct sock_filter that the agent puts on itself, or -1 */
-    const char *listen_path, *workdir, *home;
+    const char *listen_path, *mux_path, *workdir, *home;
     uid_t uid;
     gid_t gid;
     bool root;
@@ -144,6 +144,13 @@ void links_close_all(void);
 unsigned links_channels(void);
 void stream_start(void);
 void stream_pause(bool pause);
+
+/* --- single.c: many links over the only stream --- */
+bool single_claim(void); /* errno says why not */
+bool single_start(void);
+void single_turn(void);
+bool single_busy(void);
+void single_pause(bool pause);
 
 /* --- children.c --- */
 struct child {

@@ -5,8 +5,8 @@
 #include <string.h>
 
 struct config config = {
-    .listen_fd = -1, .stream_in = -1, .stream_out = -1, .wake_fd = -1, .filter_fd = -1, .workdir = "/", .oom = 500,
-    .max_links = LINKS_MAX, .uid = (uid_t)-1, .gid = (gid_t)-1,
+    .listen_fd = -1, .stream_in = -1, .stream_out = -1, .mux_in = -1, .mux_out = -1, .wake_fd = -1, .filter_fd = -1,
+    .workdir = "/", .oom = 500, .max_links = LINKS_MAX, .uid = (uid_t)-1, .gid = (gid_t)-1,
 };
 
 static bool number(const char *text, int base, uint64_t limit, uint64_t *value)
@@ -51,6 +51,15 @@ static bool set(const char *key, size_t size, const char *text)
         config.stream_out = pair[count - 1];
         return true;
     }
+    if (KEY("mux")) {
+        if (*text == '/')
+            return (config.mux_path = text) != NULL;
+        if (!numbers(text, pair, 2, &count) || count == 0)
+            return false;
+        config.mux_in = pair[0];
+        config.mux_out = pair[count - 1];
+        return true;
+    }
     if (KEY("cgroup"))
         return numbers(text, config.cgroups, CGROUPS_MAX, &config.cgroup_count);
     if (KEY("workdir"))
@@ -86,6 +95,7 @@ bool config_parse(int argc, char **argv)
         if (equals == NULL || !set(argv[i], (size_t)(equals - argv[i]), equals + 1))
             return false;
     }
-    return (config.listen_fd >= 0 || config.listen_path != NULL || config.stream_in >= 0) &&
+    return (config.listen_fd >= 0 || config.listen_path != NULL || config.stream_in >= 0 || config.mux_in >= 0 ||
+            config.mux_path != NULL) &&
            config.uid != (uid_t)-1 && config.gid != (gid_t)-1;
 }

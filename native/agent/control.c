@@ -206,7 +206,7 @@ static bool output_left(void)
     for (const struct link *link = links; link != NULL; link = link->next)
         if (link->output_size != 0)
             return true;
-    return false;
+    return single_busy();
 }
 
 static void sleep_turn(void)
@@ -223,6 +223,7 @@ static void sleep_turn(void)
         links_close_all();
         link_unlisten();
         stream_pause(true);
+        single_pause(true);
         loop_arm(&wake, EPOLLIN);
         loop_again();
     }
@@ -243,6 +244,7 @@ void control_wake(void)
     epoch++;
     draw_instance();
     stream_pause(false);
+    single_pause(false);
     listen_again(&retry);
 }
 

@@ -66,7 +66,7 @@ bool link_listen(void)
     else if (config.listen_path != NULL)
         listener.fd = bind_path(config.listen_path);
     else
-        return config.stream_in >= 0;
+        return config.stream_in >= 0 || config.mux_in >= 0;
     return listener.fd >= 0 && loop_arm(&listener, EPOLLIN) == 0;
 }
 

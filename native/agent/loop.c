@@ -125,6 +125,7 @@ void loop_turn(void)
     children_reap();
     processes_resume();
     workers_turn();
+    single_turn();
     control_turn();
     links_flush();
 }

@@ -42,7 +42,8 @@ static void occupy_stdio(void)
 
 static bool wanted(int fd)
 {
-    if (fd == config.listen_fd || fd == config.stream_in || fd == config.stream_out || fd == config.wake_fd)
+    if (fd == config.listen_fd || fd == config.stream_in || fd == config.stream_out || fd == config.wake_fd ||
+        fd == config.mux_in || fd == config.mux_out)
         return true;
     for (int i = 0; i < config.cgroup_count; i++)
         if (fd == config.cgroups[i])
@@ -112,6 +113,8 @@ int main(int argc, char **argv)
         refuse("can't give capabilities up");
     if (!install_filter(config.filter_fd))
         refuse("can't install the system call filter");
+    if (!single_claim())
+        refuse("can't open the stream");
     occupy_stdio();
     keep_only_wanted();
     if (config.oom > 0)
@@ -132,6 +135,8 @@ int main(int argc, char **argv)
     if (!link_listen())
         refuse("can't listen");
     stream_start();
+    if (!single_start())
+        refuse(strerror(errno));
     for (;;)
         loop_turn();
 }

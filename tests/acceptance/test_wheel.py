@@ -27,7 +27,7 @@ def test_a_wheel_is_built_and_its_installation_runs_a_command(tmp_path: Path) ->
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     junk = shutil.ignore_patterns(
-        "__pycache__", "build", "*.egg-info", "ringfence-launcher", "ringfence-agent"
+        "__pycache__", "build", "*.egg-info", "ringfence-launcher", "ringfence-agent", "ringfence-link"
     )
     shutil.copytree(ROOT / "src", source / "src", ignore=junk)
     shutil.copytree(ROOT / "native", source / "native", ignore=junk)
@@ -36,7 +36,7 @@ def test_a_wheel_is_built_and_its_installation_runs_a_command(tmp_path: Path) ->
     (wheel,) = wheels.iterdir()
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     call(*pip, "install", "--no-deps", "--target", str(target), str(wheel), cwd=tmp_path)
-    for part in ("launcher", "agent"):
+    for part in ("launcher", "agent", "link"):
         assert os.access(target / "ringfence" / "_native" / f"ringfence-{part}", os.X_OK)
     environment = {
         "PATH": os.environ["PATH"],

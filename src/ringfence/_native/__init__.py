@@ -1,4 +1,4 @@
-"""The two native programs: built from ``native/`` into this folder and shipped in the wheel.
+"""The native programs: built from ``native/`` into this folder and shipped in the wheel.
 
 Belongs here: where they are. Does not belong here: running them (``ringfence.runtimes.launching``).
 """
@@ -13,7 +13,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def path(name: str) -> str:
-    """The path of ``ringfence-<name>``; ``name`` is ``launcher`` or ``agent``.
+    """The path of ``ringfence-<name>``; ``name`` is ``launcher``, ``agent`` or ``link``.
 
     ``RINGFENCE_NATIVE`` names another folder to look in (sanitizer builds, distribution packages).
 
