@@ -388,6 +388,11 @@ async def test_cgroups_are_joined_and_frozen(jail: Bench) -> None:
         await jail.runtime.destroy(handle)
         with pytest.raises(LinkLost):
             await command
+        # Also one that somebody else froze.
+        other = await jail.start(id="sb-2", cgroup=place)
+        (group / "freezer.state").write_text("FROZEN")
+        await jail.runtime.destroy(other)
+        assert (group / "freezer.state").read_text() == "THAWED\n"
     finally:
         for each in (group / "work", group):
             each.rmdir()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXIT_FILE = "exit"
 DESTROY_TIMEOUT = 10.0  # seconds from SIGKILL until the kernel must have taken the wall down
+_QUICK = 1.0  # of these: whoever still stands then may be frozen, though not by us
 BACKLOG_TIMEOUT = 5.0  # seconds that a full backlog of the agent is waited for
 _REAP_TIMEOUT = 1.0  # seconds from a process's death until its launcher has recorded it
 
@@ -143,10 +144,15 @@ class LaunchedRuntime:
             if descriptor is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                if self.frozen(handle):
+                    await self.thaw(handle)
+            try:
+                async with asyncio.timeout(_QUICK):
+                    await _gone(child, descriptor)
+            except TimeoutError:
                 await self.thaw(handle)
-            async with asyncio.timeout(DESTROY_TIMEOUT):
-                if (child is None or await asyncio.shield(child.exited) is None) and descriptor is not None:
-                    await readable(descriptor)
+                async with asyncio.timeout(DESTROY_TIMEOUT - _QUICK):
+                    await _gone(child, descriptor)
         except TimeoutError:
             raise HostLimit(
                 f"process {pid} of sandbox {handle.id} does not die",
@@ -156,6 +162,10 @@ class LaunchedRuntime:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+    def frozen(self, handle: Handle) -> bool:
+        """Whether it may be frozen for all that this driver knows. Drivers that can pause override it."""
+        return False
 
     async def thaw(self, handle: Handle) -> None:
         """Let a frozen wall run, so that it can die. Drivers that can pause override it."""
@@ -171,6 +181,12 @@ class LaunchedRuntime:
         from ringfence.runtimes import measuring
 
         return measuring.measure(self, handle)
+
+
+async def _gone(child: Child | None, descriptor: int | None) -> None:
+    """Return when the process has ended."""
+    if (child is None or await asyncio.shield(child.exited) is None) and descriptor is not None:
+        await readable(descriptor)
 
 
 def _read_status(path: str) -> int | None:

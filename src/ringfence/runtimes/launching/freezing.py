@@ -7,9 +7,14 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ringfence.model.errors import DeadlineExceeded, Unsupported
 from ringfence.runtimes.contract import Handle
+
+if TYPE_CHECKING:
+    from ringfence.runtimes.launching.launcher import Child
 
 TIMEOUT = 5.0  # seconds until every process must be frozen
 
@@ -81,18 +86,32 @@ def thaw(procs: Iterable[str]) -> None:
 class FrozenByCgroup:
     """The power to pause, for drivers whose handles name the agent's cgroups in ``data["cgroups"]``."""
 
+    _children: dict[tuple[int, int], Child]  # of LaunchedRuntime: the walls that this driver started
+
     async def pause(self, handle: Handle) -> None:
         """See the contract.
 
         Raises:
             Unsupported: the sandbox has no cgroup that can be frozen.
         """
+        self._paused.add(handle.id)
         await freeze(handle.data["cgroups"], frozen=True)
 
     async def resume(self, handle: Handle) -> None:
         """See the contract."""
         await freeze(handle.data["cgroups"], frozen=False)
+        self._paused.discard(handle.id)
+
+    def frozen(self, handle: Handle) -> bool:
+        """What this driver started is frozen only if this driver froze it; of others it can't know."""
+        return handle.id in self._paused or (handle.pid, handle.birth) not in self._children
 
     async def thaw(self, handle: Handle) -> None:
         """Frozen tasks of a version 1 freezer don't even die."""
+        self._paused.discard(handle.id)
         thaw(handle.data["cgroups"])
+
+    @cached_property
+    def _paused(self) -> set[str]:
+        """Ids of walls that may be frozen."""
+        return set()
