@@ -85,6 +85,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
             _option("--cpus", type=float, metavar="N", help="CPUs, a fraction will do: 0.5"),
             _option("--memory", metavar="SIZE", help="memory, swap included: 64M, 2GiB"),
             _option("--disk", metavar="SIZE", help="what may be written (default: half of the memory)"),
+            _option("--gpus", type=int, metavar="N", help="whole GPUs (default: none); see docs/gpu.md"),
             _option("--pids", type=int, metavar="N", help="processes and threads at once (default: 256)"),
             _option("--timeout", metavar="TIME", help="deadline: 2s, 10m, 1h30m (default: 30m)"),
             _option("--cpu-time", metavar="TIME", help="CPU seconds of all its processes together"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.levels import Level
-from ringfence.model.policy import LEAST_MEMORY, Mount, Policy, Resources
+from ringfence.model.policy import LEAST_MEMORY, MOST_GPUS, Mount, Policy, Resources
 from ringfence.model.quantities import format_size, parse_duration, parse_size
 from ringfence.model.sandbox import Owner, SandboxRequest
 from ringfence.model.values import dataclass
@@ -234,6 +234,10 @@ def _base_policy(options: argparse.Namespace) -> Policy:
 def _resources(options: argparse.Namespace, base: Policy) -> Resources:
     resources = base.wall.resources
     memory, disk = _size("--memory", options.memory), _size("--disk", options.disk)
+    if options.gpus is not None:
+        if not 0 <= options.gpus <= MOST_GPUS:
+            raise InvalidRequest(f"--gpus {options.gpus}: not a number of GPUs", hint="write --gpus 1")
+        resources = replace(resources, gpus=options.gpus)
     if options.size is None and options.cpus is None and memory is None and disk is None:
         return resources
     if options.cpus is not None and not 0 < options.cpus <= 4096:

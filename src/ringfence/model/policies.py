@@ -187,6 +187,7 @@ def to_dict(policy: Policy) -> dict[str, Any]:
         "memory": resources.memory,
         "disk": resources.disk,
         "bandwidth": resources.bandwidth,
+        "gpus": resources.gpus or None,
     }
     limits = door.limits
     result["limits"] = {

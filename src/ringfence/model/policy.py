@@ -16,6 +16,7 @@ from ringfence.model.values import dataclass
 
 MIB = 1024**2
 GIB = 1024**3
+MOST_GPUS = 64  # of one sandbox: more than any one machine has
 LEAST_MEMORY = 16 * MIB  # of a sandbox: a shell, an interpreter and a small program
 
 
@@ -82,12 +83,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the whole sandbox may take. Bytes, CPUs, bits a second. Swap is always off."""
+    """What the whole sandbox may take. Bytes, CPUs, bits a second, whole GPUs. Swap is always off."""
 
     cpus: float = SIZES["small"].cpus
     memory: int = SIZES["small"].memory
     disk: int = SIZES["small"].disk
     bandwidth: int | None = None
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ringfence.model.policy import (
     GIB,
     LEAST_MEMORY,
     MIB,
+    MOST_GPUS,
     Filesystem,
     Limits,
     Network,
@@ -130,6 +131,7 @@ def _wall(wall: Wall) -> Iterator[Problem]:
     yield from _between("resources.disk", resources.disk, 1 * MIB, 64 * TIB, _size)
     if resources.bandwidth is not None:
         yield from _between("resources.bandwidth", resources.bandwidth, 8_000, 10**12, lambda v: f"{v}bit")
+    yield from _between("resources.gpus", resources.gpus, 0, MOST_GPUS)
 
 
 def _size(value: float) -> str:

@@ -253,6 +253,7 @@ _RESOURCES: dict[str, _Field] = {
     "memory": ("memory", Reader.size),
     "disk": ("disk", Reader.size),
     "bandwidth": ("bandwidth", Reader.rate),
+    "gpus": ("gpus", Reader.integer),
 }
 _LIMITS: dict[str, _Field] = {
     "timeout": ("timeout", Reader.duration),
@@ -297,11 +298,12 @@ def read(root: Node, file: str) -> Policy:
 
     amounts = section("resources", _RESOURCES)
     bandwidth = amounts.pop("bandwidth", base.wall.resources.bandwidth)
+    gpus = amounts.pop("gpus", base.wall.resources.gpus)
     wall = Wall(
         replace(base.wall.isolation, **section("isolation", _ISOLATION)),
         replace(base.wall.filesystem, **section("filesystem", _FILESYSTEM)),
         replace(base.wall.process, **section("process", _PROCESS)),
-        replace(resize(base.wall.resources, **amounts), bandwidth=bandwidth),
+        replace(resize(base.wall.resources, **amounts), bandwidth=bandwidth, gpus=gpus),
     )
     door = Door(
         replace(base.door.limits, **section("limits", _LIMITS)),

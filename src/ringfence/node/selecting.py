@@ -53,7 +53,7 @@ def candidates(
                 f"runtime {runtime.name} is not strong enough: {reason}",
                 hint="ask for a lower level, or leave the runtime to Ringfence",
             )
-        lack = lacks(request, runtime.capabilities(), root=root)
+        lack = lacks(request, runtime.capabilities(), root=root, name=runtime.name)
         if lack:
             raise Unsupported(
                 f"runtime {runtime.name} can't do this: {lack[1]}",
@@ -70,7 +70,7 @@ def candidates(
             continue
         reason = _level(request, runtime)
         if not reason:
-            lack = lacks(request, runtime.capabilities(), root=root)
+            lack = lacks(request, runtime.capabilities(), root=root, name=runtime.name)
             reason = lack[1] if lack else ""
         if reason:
             rejected.append(Rejected(name, reason))
@@ -111,7 +111,9 @@ def _level(request: SandboxRequest, runtime: Runtime) -> str:
     return ""
 
 
-def lacks(request: SandboxRequest, has: Capabilities, *, root: bool) -> tuple[str, str] | None:
+def lacks(
+    request: SandboxRequest, has: Capabilities, *, root: bool, name: str = ""
+) -> tuple[str, str] | None:
     """(capability, sentence) of the first thing the request needs that the driver has not."""
     policy = request.policy
     if not root and not has.rootless:
@@ -122,6 +124,10 @@ def lacks(request: SandboxRequest, has: Capabilities, *, root: bool) -> tuple[st
         return "mounts", "it can't show host folders inside"
     if request.keep and not has.recover:
         return "recover", "its sandboxes can't outlive the process that starts them"
+    if policy.wall.resources.gpus and not has.gpu:
+        from ringfence.runtimes.gpu import why_not
+
+        return "gpu", why_not(name)
     if policy.door.network.mode not in has.network:
         return "network", f"it has no network mode {policy.door.network.mode!r}"
     return None

@@ -314,6 +314,7 @@ class Node:
                 memory=size.memory,
                 cpus=size.cpus,
                 host_functions=process.host_functions,
+                gpus=size.gpus,
             )
         )
         change: dict[str, Any] = {"state": HANDLE, "handle": handle_as_json(made.handle)}

@@ -202,6 +202,7 @@ class StartSpec:
     memory: int = 0  # bytes; drivers with own accounting (VMs) use it
     cpus: float = 0
     host_functions: tuple[str, ...] = ()  # `module.name` of what the policy lets a WebAssembly module call
+    gpus: int = 0  # whole GPUs; drivers without ``Capabilities.gpu`` are never asked for one
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ringfence.model.errors import GuestError, HostLimit, StartFailed
+from ringfence.model.errors import GuestError, HostLimit, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.contract import Capabilities, Handle, Probe, StartSpec
 from ringfence.runtimes.gvisor_parts import links, sandboxes
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from ringfence.model.sandbox import EffectiveBoundary
     from ringfence.runtimes.context import RuntimeContext
+    from ringfence.runtimes.gpu.cdi import Edits
 
 OLDEST = (0, 0, 20230801)  # systrap is the platform since then
 
@@ -63,6 +64,7 @@ class GvisorRuntime(ForeignRuntime):
             pause=True,
             disk_snapshot=True,
             memory_snapshot=True,
+            gpu=True,  # NVIDIA's, by nvproxy
         )
 
     async def probe(self) -> Probe:
@@ -78,7 +80,18 @@ class GvisorRuntime(ForeignRuntime):
     async def start(self, spec: StartSpec) -> Handle:
         """See the contract."""
         self._check(spec)
-        return await self._begin(spec, sandboxes.running(spec.id))
+        if not spec.gpus:
+            return await self._begin(spec, sandboxes.running(spec.id))
+        from ringfence.runtimes.gpu import handing
+
+        prepared, gpus = handing.prepare(spec)
+        try:
+            assert gpus is not None
+            handing.only_nvidia(gpus)
+            return await self._begin(prepared, sandboxes.running(spec.id), gpus=gpus)
+        except BaseException:
+            handing.forget(spec.folder)
+            raise
 
     async def connect(self, handle: Handle) -> socket.socket:
         """See the contract."""
@@ -92,6 +105,10 @@ class GvisorRuntime(ForeignRuntime):
     def forget(self, folder: str) -> None:
         """See the base."""
         sandboxes.remove_bundle(folder)
+        if os.path.isdir(os.path.join(folder, "gpu")):
+            from ringfence.runtimes.gpu import handing
+
+            handing.forget(folder)
 
     def open_upper(self, handle: Handle) -> int:
         """See the contract."""
@@ -136,6 +153,10 @@ class GvisorRuntime(ForeignRuntime):
         from ringfence.runtimes.gvisor_parts import images
 
         self._check(spec)
+        if spec.gpus:
+            raise Unsupported(
+                "a copy of a saved wall can't be given a GPU", hint="start it afresh", capability="gpu"
+            )
         await asyncio.to_thread(images.check, folder, data, await self._version(), spec)
         layered = replace(
             spec, root=replace(spec.root, lowers=(os.path.join(folder, images.UPPER), *spec.root.lowers))
@@ -182,7 +203,13 @@ class GvisorRuntime(ForeignRuntime):
     # -- starting
 
     async def _begin(
-        self, spec: StartSpec, verb: Sequence[str], *, memory: str = "", fitting: dict[str, Any] | None = None
+        self,
+        spec: StartSpec,
+        verb: Sequence[str],
+        *,
+        memory: str = "",
+        fitting: dict[str, Any] | None = None,
+        gpus: Edits | None = None,
     ) -> Handle:
         opened: list[int] = []
         child: Child | None = None
@@ -199,6 +226,7 @@ class GvisorRuntime(ForeignRuntime):
                 words=words_end,
                 opened=opened,
                 memory=memory,
+                gpus=gpus,
             )
             child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
             for descriptor in opened:

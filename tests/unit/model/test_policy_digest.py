@@ -65,6 +65,7 @@ amounts = st.builds(
     memory=st.integers(2**24, 2**40),
     disk=st.integers(2**20, 2**40),
     bandwidth=st.none() | st.integers(8000, 10**12),
+    gpus=st.integers(0, 64),
 )
 walls = st.builds(Wall, isolations, filesystems, processes, amounts)
 rules = st.builds(
@@ -159,7 +160,9 @@ def test_every_field_changes_the_digest() -> None:
             Process(user=1), Process(max_processes=1), Process(max_open_files=99), Process(cpu_time=1.0),
             Process(host_functions=("env.log",)),
         ],
-        "resources": [Resources(cpus=2), Resources(memory=1), Resources(disk=1), Resources(bandwidth=1)],
+        "resources": [
+            Resources(cpus=2), Resources(memory=1), Resources(disk=1), Resources(bandwidth=1), Resources(gpus=1),
+        ],
     }  # fmt: skip
     digests = {Wall().digest()}
     for part, values in changes.items():
@@ -169,7 +172,7 @@ def test_every_field_changes_the_digest() -> None:
     assert {field.name for field in fields(Wall)} == set(changes)
     assert {name for cls in (Isolation, Filesystem, Process, Resources) for name in (f.name for f in fields(cls))} == {
         "minimum", "runtime", "prefer", "allow_emulated", "root", "read_only", "read_write", "mounts", "user",
-        "seccomp", "max_processes", "max_open_files", "cpu_time", "host_functions", "cpus", "memory", "disk", "bandwidth",
+        "seccomp", "max_processes", "max_open_files", "cpu_time", "host_functions", "cpus", "memory", "disk", "bandwidth", "gpus",
     }  # fmt: skip
 
 

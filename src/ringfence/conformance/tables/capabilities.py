@@ -25,7 +25,7 @@ _JAIL = Capabilities(
 )
 _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False)
 # runsc makes its own user namespaces only where more than one id can be mapped: left to root.
-_GVISOR = replace(_JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True)
+_GVISOR = replace(_JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True, gpu=True)
 _WASM = replace(_JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False)
 _FAKE = Capabilities(rootless=True, recover=True)
 
@@ -35,8 +35,8 @@ RUNTIMES: dict[str, dict[str, Capabilities]] = {
     "bubblewrap": {"root": _BUBBLEWRAP, "user": replace(_BUBBLEWRAP, pause=False)},
     # The same file system and cgroups as the jail's, made ready by the same launcher.
     "nsjail": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
-    "runc": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
-    "crun": {"root": _JAIL, "user": replace(_JAIL, pause=False)},
+    "runc": {"root": replace(_JAIL, gpu=True), "user": replace(_JAIL, pause=False)},
+    "crun": {"root": replace(_JAIL, gpu=True), "user": replace(_JAIL, pause=False)},
     "gvisor": {"root": _GVISOR, "user": _GVISOR},
     # Functions, not programs: what WebAssembly has no notion of is refused by capability.
     "wasm": {"root": _WASM, "user": replace(_WASM, pause=False)},

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ringfence.runtimes.context import RuntimeContext
+from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, RuntimeContext
 from ringfence.runtimes.contract import StartSpec
 from ringfence.runtimes.gvisor_parts import links
 from ringfence.runtimes.launching import readied
@@ -31,12 +31,16 @@ from ringfence.runtimes.launching.plan import (
     MS_NODEV,
     MS_NOEXEC,
     MS_NOSUID,
+    NOBODY,
     Plan,
     id_maps,
 )
 from ringfence.runtimes.launching.steps import add_cgroups, agent_capabilities
 from ringfence.runtimes.measuring import capability_names, children
 from ringfence.runtimes.oci import bundle
+
+if TYPE_CHECKING:
+    from ringfence.runtimes.gpu.cdi import Edits
 
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
 # All up to AUDIT_READ, over the sandbox's own user namespace: runsc drops what it does not need.
@@ -63,6 +67,9 @@ OPTIONS = (
 )
 
 
+NVPROXY = "--nvproxy=true"  # the sentry checks and passes on calls to NVIDIA's driver
+
+
 def running(name: str) -> list[str]:
     """The verb that starts a wall."""
     return ["run", "--bundle", "{bundle}", name]
@@ -81,7 +88,7 @@ def restoring(name: str) -> list[str]:
     return ["restore", "--bundle", "{bundle}", "--image-path", MEMORY, name]
 
 
-def document(spec: StartSpec) -> dict[str, Any]:
+def document(spec: StartSpec, gpus: Edits | None = None) -> dict[str, Any]:
     """The bundle: gVisor's kernel counts in the ids of the sandbox's user namespace, and makes no other."""
     spec = as_seen(spec)
     arguments = list(agent_arguments(spec, f"{links.INSIDE}/guest.sock", ()))
@@ -107,6 +114,13 @@ def document(spec: StartSpec) -> dict[str, Any]:
     # gVisor's kernel counts the workload's processes; the host's pids group sees the sentry's threads.
     limits.append({"type": "RLIMIT_NPROC", "soft": spec.max_processes, "hard": spec.max_processes})
     process["rlimits"] = limits
+    if gpus is not None:
+        from ringfence.runtimes.gpu import handing
+
+        linux["devices"] = handing.oci_devices(gpus)
+        for mount in found["mounts"]:
+            if mount["destination"] == "/dev":  # runsc makes the nodes after it has mounted that
+                mount["options"] = [option for option in mount["options"] if option != "ro"]
     return found
 
 
@@ -150,11 +164,15 @@ def plan(
     words: int,
     opened: list[int],
     memory: str = "",
+    gpus: Edits | None = None,
 ) -> Plan:
-    """The steps from nothing to a running runsc; writes the bundle. ``memory``: of an image to restore."""
+    """The steps from nothing to a running runsc; writes the bundle. ``memory``: of an image to restore.
+
+    ``gpus``: runsc opens their nodes itself and checks every call to them (nvproxy).
+    """
     identity = spec.identity
     first = identity.host_uid(0)
-    folder = bundle.write(spec, document(spec))
+    folder = bundle.write(spec, document(spec, gpus))
     for path in (folder, os.path.join(folder, "config.json")):
         os.chown(path, first, first)
     made = Plan()
@@ -171,6 +189,8 @@ def plan(
         (context.agent, f"{links.INSIDE}/{links.PROGRAM}", BIND_READONLY | BIND_IDMAP),
     )
     readied.add_root(made, spec, root=context.root, own=own)
+    if gpus is not None:
+        _add_devices(made, gpus)
     # The sandbox's own root reads its bundle and keeps runsc's state here.
     quiet = MS_NOSUID | MS_NODEV | MS_NOEXEC
     made.add("MOUNT", "state", readied.STATE, "tmpfs", quiet, f"{_STATE_SIZE},uid={first},gid={first}")
@@ -189,12 +209,26 @@ def plan(
         made.add("DEATH_SIGNAL", 9)
     made.add("UMASK", 0o022)
     arguments = [word.replace("{bundle}", f"{readied.STATE}/bundle") for word in verb]
-    for text in (program, "--root", readied.STATE, *OPTIONS, *arguments):
+    options = OPTIONS if gpus is None else (*OPTIONS, NVPROXY)
+    for text in (program, "--root", readied.STATE, *options, *arguments):
         made.add("ARG", text)
     for text in ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/"):
         made.add("ENV", text)
     made.add("EXEC", program)
     return made
+
+
+def _add_devices(made: Plan, gpus: Edits) -> None:
+    """A ``/dev`` that runsc sees with the GPUs' nodes in it, since it looks for them there by name."""
+    made.add("MOUNT", "dev", "/dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=0755,size=64k")
+    for name, (major, minor) in DEVICES.items():
+        made.add("MKNOD", f"/dev/{name}", 0o20666, major, minor)
+    for name, target in DEVICE_LINKS.items():
+        made.add("SYMLINK", target, f"/dev/{name}")
+    for folder in sorted({os.path.dirname(node.path) for node in gpus.nodes} - {"/dev"}):
+        made.add("MKDIR", folder, 0o755, NOBODY, NOBODY)
+    for node in gpus.nodes:
+        made.add("MKNOD", node.path, 0o20666, node.major, node.minor)
 
 
 def sentry(monitor: int) -> int | None:

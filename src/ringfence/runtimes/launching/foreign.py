@@ -69,6 +69,9 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
         """
         raise NotImplementedError
 
+    def furnish(self, plan: Plan, spec: StartSpec) -> None:
+        """Add steps after the root file system is ready and before the program starts."""
+
     def forget(self, folder: str) -> None:
         """Remove what ``command`` wrote into the sandbox's folder; it may not be there."""
 
@@ -198,6 +201,7 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
         numbers = range(LISTEN + 1, LISTEN + 1 + len(work))
         agent = LISTEN + 1 + len(work)
         readied.add_root(plan, spec, root=root)
+        self.furnish(plan, spec)
         # Never the node's own: programs give the standard streams to the sandbox's user.
         # Another description of the file: for reading only.
         rules = os.open(f"/proc/self/fd/{self.context.filter_fd(spec.seccomp)}", os.O_RDONLY | os.O_CLOEXEC)

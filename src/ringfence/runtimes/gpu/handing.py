@@ -1,0 +1,126 @@
+"""What the drivers are told so that a wall has the GPUs that :mod:`cdi` chose. Pure, but for the links."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from typing import Any
+
+from ringfence.model.errors import StartFailed, Unsupported
+from ringfence.runtimes.contract import StartSpec
+from ringfence.runtimes.gpu import cdi
+from ringfence.runtimes.launching.plan import MS_NOEXEC, MS_NOSUID, NOBODY, Plan
+
+FOLDER = "gpu"  # of a sandbox's folder: links to driver libraries
+MOST_NODES = 4 * 64 + 16
+
+
+def prepare(spec: StartSpec, *, root: str = "/") -> tuple[StartSpec, cdi.Edits | None]:
+    """The spec with driver files and variables for its GPUs, and what must be done about device nodes.
+
+    What the caller's own ``env`` sets stays. Nothing is changed where no GPU is asked for.
+
+    Raises:
+        HostLimit: they can't be had here.
+        StartFailed: the sandbox's folder can't be written.
+    """
+    if not spec.gpus:
+        return spec, None
+    found = cdi.edits(spec.gpus, root=root)
+    try:
+        shown = cdi.write_links(found, os.path.join(spec.folder, FOLDER))
+    except OSError as error:
+        raise StartFailed(
+            f"links to the GPU's libraries can't be made: {error.strerror}", step="gpu"
+        ) from error
+    binds = (*spec.root.binds, *found.mounts, *((shown,) if shown else ()))
+    return replace(spec, root=replace(spec.root, binds=binds), env=dict(found.env) | spec.env), found
+
+
+def forget(folder: str) -> None:
+    """Remove what :func:`prepare` made in a sandbox's folder; it may not be there."""
+    shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
+
+
+def add_nodes(plan: Plan, found: cdi.Edits, at: str) -> None:
+    """Steps of a root's plan: a file system of its own at ``at`` with the nodes, named by :func:`node_names`.
+
+    Made by number, not by path: nothing of the host's ``/dev`` is reachable, and no name can be swapped.
+    """
+    plan.add("MKDIR", at, 0o711, NOBODY, NOBODY)
+    plan.add("MOUNT", "gpu", at, "tmpfs", MS_NOSUID | MS_NOEXEC, f"mode=0755,size=64k,nr_inodes={MOST_NODES}")
+    for name, node in node_names(found).items():
+        plan.add("MKNOD", f"{at}/{name}", 0o20666, node.major, node.minor)
+
+
+def node_names(found: cdi.Edits) -> dict[str, cdi.Node]:
+    """A plain file name for each node: its path below ``/dev`` without slashes."""
+    return {node.path.removeprefix("/dev/").replace("/", "-"): node for node in found.nodes}
+
+
+def only_nvidia(found: cdi.Edits) -> None:
+    """gVisor's proxy knows one vendor's driver.
+
+    Raises:
+        Unsupported: another vendor's GPU was chosen.
+    """
+    for name in found.devices:
+        if not name.startswith("nvidia.com/"):
+            raise Unsupported(
+                f"gVisor passes on GPUs of NVIDIA only, and this host has {name}",
+                hint="choose runc or crun for it",
+                capability="gpu",
+            )
+
+
+def oci_mounts(found: cdi.Edits, at: str) -> list[dict[str, Any]]:
+    """The nodes that :func:`add_nodes` made, as mounts of an OCI bundle."""
+    return [
+        {
+            "destination": node.path,
+            "type": "bind",
+            "source": f"{at}/{name}",
+            "options": ["bind", "rw", "nosuid", "noexec"],
+        }
+        for name, node in node_names(found).items()
+    ]
+
+
+def oci_devices(found: cdi.Edits) -> list[dict[str, Any]]:
+    """The nodes as ``linux.devices`` of an OCI bundle (gVisor makes them in its own kernel)."""
+    return [
+        {"path": node.path, "type": "c", "major": node.major, "minor": node.minor, "fileMode": 0o666}
+        for node in found.nodes
+    ]
+
+
+def engine_host_config(found: cdi.Edits) -> dict[str, Any]:
+    """For the HTTP API of a *local* Docker or podman: parts of ``HostConfig`` (lists to be appended)."""
+    return {
+        "Devices": [
+            {"PathOnHost": node.source, "PathInContainer": node.path, "CgroupPermissions": "rw"}
+            for node in found.nodes
+        ],
+        "Mounts": [
+            {"Type": "bind", "Source": bind.source, "Target": bind.target, "ReadOnly": True}
+            for bind in found.mounts
+        ],
+        "GroupAdd": [str(number) for number in found.groups],
+    }
+
+
+def engine_arguments(found: cdi.Edits) -> list[str]:
+    """The same for the command line of ``docker run`` or ``podman run``, variables included."""
+    words: list[str] = []
+    for node in found.nodes:
+        words += ["--device", f"{node.source}:{node.path}:rw"]
+    for bind in found.mounts:
+        # Its fields are divided by commas, and no value can be quoted.
+        if "," not in bind.source + bind.target:
+            words += ["--mount", f"type=bind,source={bind.source},target={bind.target},readonly"]
+    for name, value in found.env:
+        words += ["--env", f"{name}={value}"]
+    for number in found.groups:
+        words += ["--group-add", str(number)]
+    return words
