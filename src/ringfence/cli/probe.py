@@ -131,7 +131,7 @@ async def examine(node: Any, runtime: str | None, user: int, python: str) -> Fin
         # The token is in our own environment: a sandbox that inherits it has leaked it.
         sandbox = await node.create(SandboxRequest(policy=policy))
         try:
-            boundary, answers = await _try_inside(sandbox, canaries, python)
+            boundary, answers = await _try_inside(sandbox, canaries, await _attempts(node, runtime, python))
         finally:
             await sandbox.destroy()
         findings = Findings(boundary, _promises(answers))
@@ -140,24 +140,35 @@ async def examine(node: Any, runtime: str | None, user: int, python: str) -> Fin
     return findings
 
 
+async def _attempts(node: Any, runtime: str | None, python: str) -> tuple[str, ...]:
+    """The command that makes the attempts: what a program can try, or what WebAssembly can."""
+    import inspect
+
+    if runtime is not None and not (await node.runtime(runtime)).capabilities().programs:
+        from ringfence.cli import inside_wasm
+
+        return ("python3", "-I", "-S", "-c", inspect.getsource(inside_wasm))
+    from ringfence.cli import inside
+
+    return (python, "-I", "-S", "-c", inspect.getsource(inside))
+
+
 async def _try_inside(
-    sandbox: Any, canaries: Canaries, python: str
+    sandbox: Any, canaries: Canaries, command: tuple[str, ...]
 ) -> tuple[EffectiveBoundary, dict[str, Any]]:
     """The wall as it stands while the attempts run, and their own words: none if they could not be made."""
-    import inspect
     import json
 
-    from ringfence.cli import inside
     from ringfence.guest.processes import ProcessSpec
 
     streams: dict[int, bytearray] = {1: bytearray(), 2: bytearray()}
-    spec = ProcessSpec((python, "-I", "-S", "-c", inspect.getsource(inside)))
+    spec = ProcessSpec(command)
     walls: list[EffectiveBoundary] = []
 
     async def told() -> AsyncIterator[bytes]:
         # The command is there and waits for its input: now its own user and capabilities can be read.
         walls.append(await sandbox.boundary())
-        yield json.dumps(canaries.described()).encode()
+        yield json.dumps(canaries.described() | {"own_kernel": _own_kernel(walls[0])}).encode()
 
     result = await sandbox.run(
         spec, on_output=lambda output: streams[output.stream].extend(output.data), stdin=told()
@@ -191,6 +202,8 @@ def _promises(answers: dict[str, Any]) -> list[Promise]:
 
 def _judge(findings: Findings, canaries: Canaries, user: int) -> None:
     """The host's own view: its canaries, and what it read of the living wall."""
+    from ringfence.model.levels import Boundary
+
     rows = {promise.name: promise for promise in findings.promises}
     wall = findings.boundary
     rows["host-loopback"].judge(
@@ -207,12 +220,21 @@ def _judge(findings: Findings, canaries: Canaries, user: int) -> None:
     held = ", ".join(wall.capabilities)
     rows["capabilities"].judge(not wall.capabilities or (user == 0 and wall.user_namespace), held or "none")
     rows["identity"].judge(wall.host_uid != 0, f"host uid {wall.host_uid}")
+    if wall.boundary in (Boundary.HARDWARE, Boundary.EMULATED):
+        return  # a machine of its own: it has no namespace of the host's to share
     missing = [name for name in NAMESPACES if name not in wall.namespaces]
     rows["namespaces"].judge(
         not missing, f"shared with the host: {', '.join(missing) or 'none that matters'}"
     )
     rows["interfaces"].judge("net" in wall.namespaces, f"own network: {'net' in wall.namespaces}")
     rows["host-processes"].judge("pid" in wall.namespaces, f"own processes: {'pid' in wall.namespaces}")
+
+
+def _own_kernel(wall: EffectiveBoundary) -> bool:
+    """Whether another kernel than the host's answers the sandbox's system calls."""
+    from ringfence.model.levels import Boundary
+
+    return wall.boundary in (Boundary.USERSPACE_KERNEL, Boundary.HARDWARE, Boundary.EMULATED)
 
 
 def _judge_end(findings: Findings, sandbox: Any) -> None:

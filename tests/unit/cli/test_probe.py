@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from types import SimpleNamespace
 
@@ -136,3 +137,28 @@ def test_an_attempt_that_fails_itself_is_not_blocked(monkeypatch):
     monkeypatch.setitem(inside.ATTEMPTS, "mount", lambda _: 1 // 0)
     monkeypatch.setattr(inside, "ATTEMPTS", {"mount": inside.ATTEMPTS["mount"]})
     assert inside.attempts({}) == {"mount": [None, "ZeroDivisionError: integer division or modulo by zero"]}
+
+
+def test_webassembly_is_asked_for_every_promise_too():
+    from ringfence.cli import inside_wasm
+
+    assert list(inside_wasm.ATTEMPTS) == list(inside.ATTEMPTS)
+
+
+def test_the_attempts_of_webassembly_find_what_is_open(tmp_path):
+    # The same code on a Python that has everything: it must say so. Only what harms nobody is tried here.
+    from ringfence.cli import inside_wasm
+
+    path = tmp_path / "file"
+    path.write_text("the-token")
+    canary = {"files": [str(path)], "token": "the-token", "secrets": [str(path)]}
+    canary["hostname"] = os.uname().nodename
+    assert inside_wasm.host_files(canary)[0] is False
+    assert inside_wasm.host_secrets(canary)[0] is False
+    assert inside_wasm.host_name(canary)[0] is False
+    assert inside_wasm.host_processes(canary)[0] is False
+    assert inside_wasm.sockets(socket.AF_UNIX)[0] is False
+    found = inside_wasm.refused("getppid")
+    assert found[0] is False
+    assert "getppid" in found[1]
+    assert "ctypes" in found[1]
