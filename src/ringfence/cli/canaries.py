@@ -11,9 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from types import TracebackType
 from typing import Any
 
+from ringfence.model.errors import HostLimit
+
+_PATIENCE = 30.0  # seconds for a process to begin
 CREDENTIALS = (".ssh/id_rsa", ".ssh/id_ed25519", ".aws/credentials", ".kube/config", ".docker/config.json")
 VARIABLE = "RINGFENCE_PROBE_CANARY"
 
@@ -59,11 +63,22 @@ class Canaries:
             stdin=subprocess.PIPE,
             env={},
         )
+        self._wait_for_name()
         self._listen("tcp", socket.AF_INET, ("127.0.0.1", 0))
         self._listen("abstract", socket.AF_UNIX, "\0" + self.token)
         path = os.path.join(self._folder, "socket")
         self._listen("socket", socket.AF_UNIX, path)
         os.chmod(path, 0o666)  # noqa: S103
+
+    def _wait_for_name(self) -> None:
+        """A new process shows its command line a little after it was started: only then can it be found."""
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end and self._process.poll() is None:
+            with open(f"/proc/{self._process.pid}/cmdline", "rb") as file:
+                if self.token.encode() in file.read():
+                    return
+            time.sleep(0.001)
+        raise HostLimit("the canary process did not start", hint="the machine may be overloaded: try again")
 
     def _listen(self, name: str, family: int, address: Any) -> None:
         listener = socket.socket(family, socket.SOCK_STREAM)
