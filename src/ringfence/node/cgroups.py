@@ -197,7 +197,7 @@ class Cgroups:
 class Group:
     """One sandbox's groups in every hierarchy. Without hierarchies every number is ``None``."""
 
-    __slots__ = ("_base", "_controllers", "_cpu_before", "_owner", "limits", "name", "oom_before")
+    __slots__ = ("_base", "_controllers", "_cpu_before", "_owner", "_place", "limits", "name", "oom_before")
 
     def __init__(
         self,
@@ -212,6 +212,7 @@ class Group:
         self._cpu_before = 0.0
         self._owner = owner
         self._controllers = controllers
+        self._place: CgroupPlace | None = None
         self._base = {c: f"{owner.roots[c]}/{NAME}/{name}" for c in controllers}
 
     def __bool__(self) -> bool:
@@ -219,6 +220,11 @@ class Group:
 
     def place(self) -> CgroupPlace:
         """Where the driver puts the agent, and where the agent puts the workload."""
+        if self._place is None:
+            self._place = self._find_place()
+        return self._place
+
+    def _find_place(self) -> CgroupPlace:
         if not self._controllers:
             return CgroupPlace()
         if self._owner.mode == "v2":
@@ -284,7 +290,9 @@ class Group:
         """Make an empty group of version 1 as good as new; False if more than ``most`` bytes stick to it."""
         base, limits = self._base.get("memory"), self.limits
         peak = self.memory_peak()
-        if base is None or limits is None or peak is None or (self.memory_now() or 0) > most:
+        if base is None or limits is None or peak is None:
+            return False
+        if peak > most and (self.memory_now() or 0) > most:
             return False
         if peak >= limits.memory // 2:
             # Only who came near the limit can have lost a process to it: else that counter stands still.
@@ -301,6 +309,10 @@ class Group:
         unified = self._base.get("unified")
         if unified is not None:
             return _counter(f"{unified}/cgroup.events", "populated") == 0
+        if (pids := self._base.get("pids")) is not None:
+            count = _number(f"{pids}/pids.current")  # of the groups below, too; the dying count
+            if count is not None:
+                return count == 0
         return not self.processes()
 
     def outside(self, pid: int) -> list[str]:

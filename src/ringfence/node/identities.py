@@ -144,6 +144,8 @@ class Ranges:
 
     def release(self, number: int, holder: str) -> None:
         """Remove a lease if it is that holder's: by now it may be somebody else's."""
+        if holder != self._owner and number in self._held:
+            return  # it is ours, so it is not the holder's
         path = self._folder / str(number)
         with contextlib.suppress(OSError):
             if os.readlink(path) == holder:

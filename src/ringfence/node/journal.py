@@ -12,6 +12,7 @@ is in the page cache and is there for the next one. After a reboot the boot id t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict
@@ -43,6 +44,8 @@ LARGEST = 1 << 20  # bytes: a journal is a few kilobytes; more is not one of our
 
 INTENT, HANDLE, ENDING = "intent", "handle", "ending"
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class Journal:
     """Writes one sandbox's journal. Open from :meth:`begin` to :meth:`close`."""
@@ -54,7 +57,7 @@ class Journal:
 
     @classmethod
     def begin(cls, folder: Path, record: dict[str, Any]) -> Journal:
-        """Write the intent. The folder exists and has no journal.
+        """Write the intent. The folder exists and has no journal, or an empty one to use again.
 
         Raises:
             HostLimit: no space, or no permission.
@@ -75,15 +78,15 @@ class Journal:
         Raises:
             HostLimit: no space, or no permission.
         """
-        line = json.dumps(change, separators=(",", ":")).encode() + b"\n"
+        line = _encode(change).encode() + b"\n"
         try:
             if self._file < 0:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
                 # A torn last line of a killed writer must not swallow ours.
                 line = line if create else b"\n" + line
-                self._file = os.open(
-                    f"{self.folder}/{NAME}", flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
-                )
+                self._file = os.open(f"{self.folder}/{NAME}", flags | (os.O_CREAT if create else 0), 0o600)
+                if create and os.lseek(self._file, 0, os.SEEK_END):
+                    raise FileExistsError(errno.EEXIST, "there is one already")
             written = os.write(self._file, line)
             if written != len(line):
                 raise OSError(28, "short write")

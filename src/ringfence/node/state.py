@@ -16,8 +16,9 @@ killed. A file there that can be locked belongs to a dead node, and only then is
 node's looked at. So a living owner's sandboxes are never touched, and an open with nothing to sweep
 costs one listing.
 
-Folders are moved to and fro instead of made and removed: rmdir may wait milliseconds for a disk (ext4 with
-``discard`` does), a rename does not.
+Folders are moved to and fro instead of made and removed, and their emptied journals with them: rmdir may
+wait milliseconds for a disk (ext4 with ``discard`` does), a rename does not; and an ext4 without a journal of
+its own looks for a new file's inode among all that were deleted in the last minutes, one by one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _FOLDERS = {
     "spare": 0o700,
 }
 _MOST_SPARE = 64
+JOURNAL = "journal"
 
 
 def default_root() -> Path:
@@ -135,15 +137,18 @@ class StateRoot:
             HostLimit: something in it can't be removed.
         """
         try:
+            full = len(self._spare) >= _MOST_SPARE
             with os.scandir(folder) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         import shutil
 
                         shutil.rmtree(entry.path)
+                    elif entry.name == JOURNAL and entry.is_file(follow_symlinks=False) and not full:
+                        os.truncate(entry.path, 0)  # an empty one says no more than none
                     else:
                         os.unlink(entry.path)
-            if len(self._spare) >= _MOST_SPARE:
+            if full:
                 os.rmdir(folder)
                 return
             name = f"{self.owner}.{next(_counter)}"

@@ -47,6 +47,16 @@ def test_lines_are_merged_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "journal").stat().st_mode & 0o777 == 0o600
 
 
+def test_an_empty_journal_is_used_again_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_bytes(b"")
+    assert journal.read(tmp_path) is None
+    Journal.begin(tmp_path, {"owner": "a"}).close()
+    assert (journal.read(tmp_path) or {})["owner"] == "a"
+    with pytest.raises(HostLimit):
+        Journal.begin(tmp_path, {"owner": "b"})
+    assert (journal.read(tmp_path) or {})["owner"] == "a"
+
+
 def test_another_process_goes_on_where_a_killed_one_stopped(tmp_path: Path) -> None:
     Journal.begin(tmp_path, {"owner": "a"}).close()
     with open(tmp_path / "journal", "ab") as file:

@@ -152,8 +152,27 @@ def test_folders_are_used_again_but_never_with_anything_in_them(root: Path) -> N
     assert not first.exists()
     second = state.take_folder("sb-2")
     assert second.stat().st_ino == inode
-    assert list(second.iterdir()) == []
+    assert [p.name for p in second.iterdir()] == ["journal"]
+    assert (second / "journal").read_bytes() == b""
     assert second.stat().st_mode & 0o777 == 0o711
+    (second / "journal").unlink()
+    (first / "elsewhere").mkdir(parents=True)
+    (second / "journal").symlink_to(first / "elsewhere")  # whatever lies there: only a file is kept
+    state.give_folder(second)
+    assert list(state.take_folder("sb-3").iterdir()) == []
+    assert (first / "elsewhere").is_dir()
+    state.close()
+
+
+def test_beyond_some_spare_folders_none_is_kept(root: Path) -> None:
+    state = StateRoot.open(root)
+    made = [state.take_folder(f"sb-{n}") for n in range(70)]
+    for folder in made:
+        (folder / "journal").write_text("x")
+    for folder in made:
+        state.give_folder(folder)
+    assert not any(folder.exists() for folder in made)
+    assert len(list((root / "spare").iterdir())) == 64
     state.close()
 
 
