@@ -215,11 +215,15 @@ def subordinate_ids() -> Check:
 
 def security_module() -> Check:
     """AppArmor or SELinux: an extra layer where the host has one."""
-    active = _read("/sys/kernel/security/lsm") or ""
-    for module in ("apparmor", "selinux"):
-        if module in active.split(","):
-            return Check("security module", GOOD, module)
-    return Check("security module", DEGRADED, "absent", "one layer less; the others don't depend on it")
+    from ringfence.runtimes import lsm
+
+    name, found = "security module", lsm.detect()
+    if found.usable:
+        return Check(name, GOOD, f"{found.module} {found.detail}")
+    less = "one layer less; the others don't depend on it"
+    if found.module:
+        return Check(name, DEGRADED, found.module, f"not applied: {found.reason}: {less}", found.remedy)
+    return Check(name, DEGRADED, "absent", less)
 
 
 def swap() -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import TYPE_CHECKING
 
 from ringfence import _native
 from ringfence.model.errors import HostLimit
@@ -27,6 +28,10 @@ from ringfence.runtimes.launching.plan import (
     Plan,
 )
 from ringfence.runtimes.launching.steps import MASKED, READ_ONLY
+
+if TYPE_CHECKING:
+    from ringfence.runtimes.contract import StartSpec
+    from ringfence.runtimes.lsm.applying import Confining
 
 STAGE = "/sys"  # exists everywhere, and nothing of it is ever shown inside: a place to mount on
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
@@ -167,6 +172,7 @@ class RuntimeContext:
         self.agent = agent
         self.root = root
         self._files: dict[str, int] = {}
+        self._confining: Confining | None = None
 
     @classmethod
     async def open(cls, *, root: bool | None = None) -> RuntimeContext:
@@ -180,6 +186,17 @@ class RuntimeContext:
         agent = _native.agent()
         launcher = await (Launcher.start(init_plan(), prelude_plan()) if as_root else Launcher.start())
         return cls(launcher, agent, as_root)
+
+    def security_steps(self, spec: StartSpec) -> list[tuple[str, str, str]]:
+        """Steps that put a wall into the host's AppArmor, before it gives up being root; none where there is
+        no AppArmor, or its profile can't be had (``doctor`` says why)."""
+        if self._confining is None:
+            if not self.root or not os.path.isdir("/sys/kernel/security/apparmor"):
+                return []
+            from ringfence.runtimes.lsm.applying import Confining
+
+            self._confining = Confining()
+        return self._confining.steps(spec)
 
     def agent_fd(self) -> int:
         """The guest agent as a sealed memory file, made once. Stays open; owned by the context."""

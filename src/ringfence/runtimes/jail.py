@@ -175,6 +175,8 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
         plan.extend(_root(root, spec.root, identity, spec.memory))
         add_limits(plan, spec)
         if root:
+            for step in self.context.security_steps(spec):
+                plan.add(*step)
             plan.add("USERNS_ENTER")
         plan.add("NO_NEW_PRIVS")
         add_landlock(plan, spec)
