@@ -86,3 +86,14 @@ def test_bench(ringfence):
 def test_bench_of_the_command_line(ringfence):
     done = ringfence.json_any("bench", "--quick", "--json", "--only", "cli", "--against", "")
     assert [promise["unit"] for promise in done["promises"]] == ["ms", "ms"]
+
+
+def test_bench_of_webassembly(ringfence):
+    asyncio.run(compile_interpreters(ringfence.env["RINGFENCE_HOME"]))
+    options = ("--quick", "--json", "--only", "exec", "--against", "")
+    done = ringfence.json_any("bench", "--runtime", "wasm", *options)
+    names = {figure["name"] for figure in done["figures"]}
+    assert names == {"wasm: command in a running sandbox", "wasm: call of an exported function"}
+    (promise,) = done["promises"]
+    assert promise["what"] == "wasm: call of an exported function, p50"
+    assert promise["measured"] > 0

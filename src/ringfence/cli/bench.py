@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ringfence.cli import hello, timing
@@ -45,10 +45,26 @@ class Effort:
     cli: int
     warm: int = 3
 
+    def for_start(self, seconds: float) -> Effort:
+        """Less of it where a single start takes so long: a bench ends within minutes on a virtual machine."""
+        if seconds < _SLOW:
+            return self
+        starts, idle, alive, warm = (12, 4, 8, 1) if seconds > _SLOWEST else (40, 20, 50, 2)
+        return replace(
+            self,
+            starts=min(self.starts, starts),
+            idle=min(self.idle, idle),
+            alive=min(self.alive, alive),
+            warm=min(self.warm, warm),
+        )
+
 
 FULL = Effort(starts=200, execs=500, rate_seconds=3.0, idle=200, alive=500, cli=30)
 QUICK = Effort(starts=30, execs=100, rate_seconds=1.0, idle=40, alive=100, cli=8)
 WORKERS = (1, 2, 4, 8)
+_SLOW, _SLOWEST = 0.15, 1.0  # seconds of a start
+# What a runtime that runs no programs is asked to run: its Python, which is what it is for.
+MAPPED = ("python3", "-I", "-S", "-c", "print('hello')")
 
 
 @dataclass(slots=True)
@@ -142,8 +158,10 @@ class Bench:
     """One run."""
 
     def __init__(self, effort: Effort, program: str, only: list[str] | None, *, quiet: bool) -> None:
-        self.effort = effort
+        self.full = effort
+        self.effort = effort  # of the runtime that is being measured
         self.program = program
+        self.command: tuple[str, ...] = (INSIDE,)
         self.only = only
         self.quiet = quiet
         self.references: list[Reference] = []
@@ -185,12 +203,20 @@ class Bench:
                     self.absent[name] = error.message
 
     async def _runtime(self, node: Node, name: str) -> None:
-        request = self._request(name)
+        has = (await node.runtime(name)).capabilities()
+        self.command = (INSIDE,) if has.mounts and has.programs else ("/bin/echo", "hello")
+        if not has.programs:
+            self.command = MAPPED
+        request = self._request(name, mounts=has.mounts and has.programs)
         first = await node.create(request)
         try:
             self.boundaries.append(await first.boundary())
         finally:
             await first.destroy()
+        began = time.perf_counter()
+        second = await node.create(request)  # what the first of all had to make is there now
+        self.effort = self.full.for_start(time.perf_counter() - began)
+        await second.destroy()
         if self.wants("cold"):
             await self._cold(node, name, request)
         if self.wants("exec"):
@@ -199,15 +225,17 @@ class Bench:
             await self._rate(node, name, request)
         if self.wants("memory"):
             await self._memory(node, name, request)
+        if name == "wasm" and self.wants("exec"):
+            await self._calls(node)
 
-    def _request(self, runtime: str) -> SandboxRequest:
+    def _request(self, runtime: str, *, mounts: bool) -> SandboxRequest:
         policy = Policy().with_wall(isolation=Isolation(runtime=runtime, minimum=Level.L1))
         filesystem = policy.wall.filesystem
+        if not mounts:
+            return SandboxRequest(policy=policy)
         # The folder, on one that is there: a mount point that a template lacks is a layer more.
-        mounts = (Mount(os.path.dirname(self.program), os.path.dirname(INSIDE)),)
-        from dataclasses import replace
-
-        return SandboxRequest(policy=policy.with_wall(filesystem=replace(filesystem, mounts=mounts)))
+        shown = (Mount(os.path.dirname(self.program), os.path.dirname(INSIDE)),)
+        return SandboxRequest(policy=policy.with_wall(filesystem=replace(filesystem, mounts=shown)))
 
     async def _cold(self, node: Node, name: str, request: SandboxRequest) -> None:
         self._say(f"{name}: cold start")
@@ -217,7 +245,9 @@ class Bench:
         node.use(cast(Runtime, clock))
         others = [Samples(f"{reference.name}: cold start to first output") for reference in self.references]
         for turn in range(-self.effort.warm, self.effort.starts):
-            await _start_once(node, request, clock, *((ours, whole) if turn >= 0 else (None, None)))
+            await _start_once(
+                node, request, self.command, clock, *((ours, whole) if turn >= 0 else (None, None))
+            )
             for reference, samples in zip(self.references, others, strict=True):
                 # The slow ones need fewer samples to be told from the fast ones.
                 if reference.name != "bwrap" and turn % 5:
@@ -225,6 +255,9 @@ class Bench:
                 reference.start(samples if turn >= 0 else None)
         node.use(clock.driver)
         self.figures += [samples.as_dict() for samples in (ours, whole, *others)]
+        if self.command == MAPPED:
+            text = "of a Python program, its interpreter compiled before"
+            self.promises.append(Promise(f"{ours.name}, p50", 80, ours.percentile(50), "ms", reference=text))
         for reference, samples in zip(self.references, others, strict=True):
             limit = {("jail", "bwrap"): 0.6}.get((name, reference.name))
             ratio = ours.percentile(50) / samples.percentile(50)
@@ -247,7 +280,7 @@ class Bench:
             link = await sandbox.link()
             for turn in range(-self.effort.warm, self.effort.execs):
                 started = time.perf_counter()
-                result = await sandbox.run(ProcessSpec((INSIDE,), id=f"bench-{turn}"))
+                result = await sandbox.run(ProcessSpec(self.command, id=f"bench-{turn}"))
                 if turn >= 0:
                     samples.add(started)
                 if result.end.exit_code != 0:
@@ -260,6 +293,14 @@ class Bench:
             self.promises.append(
                 Promise(f"{name}: command in a running sandbox, p50", 1.5, samples.percentile(50), "ms")
             )
+
+    async def _calls(self, node: Node) -> None:
+        from ringfence.cli import bench_wasm
+
+        self._say("wasm: calls of a function")
+        samples = await bench_wasm.calls(node, self.effort.execs, self.effort.warm)
+        self.figures.append(samples.as_dict())
+        self.promises.append(Promise(f"{samples.name}, p50", 1.0, samples.percentile(50), "ms"))
 
     async def _rate(self, node: Node, name: str, request: SandboxRequest) -> None:
         best = 0.0
@@ -282,7 +323,7 @@ class Bench:
         async def work() -> None:
             nonlocal count
             while time.perf_counter() < end:
-                await _whole_life(node, request)
+                await _whole_life(node, request, self.command)
                 count += 1
 
         await asyncio.gather(*(work() for _ in range(workers)))
@@ -299,7 +340,7 @@ class Bench:
             await asyncio.sleep(0.2)
             each = (before - timing.memory_available()) / self.effort.idle
             await _fill(node, request, sandboxes, self.effort.alive)
-            alive = sum([await _answers(sandbox) for sandbox in sandboxes])
+            alive = sum([await _answers(sandbox, self.command) for sandbox in sandboxes])
         finally:
             for start in range(0, len(sandboxes), 8):
                 await asyncio.gather(*(sandbox.destroy() for sandbox in sandboxes[start : start + 8]))
@@ -406,13 +447,18 @@ class Clocked:
 
 
 async def _start_once(
-    node: Node, request: SandboxRequest, clock: Clocked, contract: Samples | None, whole: Samples | None
+    node: Node,
+    request: SandboxRequest,
+    command: tuple[str, ...],
+    clock: Clocked,
+    contract: Samples | None,
+    whole: Samples | None,
 ) -> None:
     """From nothing to the first byte of output; the end is not timed."""
     started = time.perf_counter()
     sandbox = await node.create(request)
     try:
-        process = await sandbox.start(ProcessSpec((INSIDE,)))
+        process = await sandbox.start(ProcessSpec(command))
         async for _ in process:
             break
         else:
@@ -425,10 +471,10 @@ async def _start_once(
         await sandbox.destroy()
 
 
-async def _whole_life(node: Node, request: SandboxRequest) -> None:
+async def _whole_life(node: Node, request: SandboxRequest, command: tuple[str, ...]) -> None:
     sandbox = await node.create(request)
     try:
-        result = await sandbox.run(ProcessSpec((INSIDE,)))
+        result = await sandbox.run(ProcessSpec(command))
     finally:
         await sandbox.destroy()
     if result.end.exit_code != 0:
@@ -445,10 +491,10 @@ async def _fill(node: Node, request: SandboxRequest, sandboxes: list[Any], count
                 raise failed
 
 
-async def _answers(sandbox: Any) -> bool:
+async def _answers(sandbox: Any, command: tuple[str, ...]) -> bool:
     if sandbox.ended.done():
         return False
-    result = await sandbox.run(ProcessSpec((INSIDE,)))
+    result = await sandbox.run(ProcessSpec(command))
     return bool(result.end.exit_code == 0)
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ringfence.cli import hello, references, timing
-from ringfence.cli.bench import Promise
+from ringfence.cli.bench import FULL, QUICK, Promise
 from ringfence.cli.main import main
 from ringfence.cli.timing import Samples
 
@@ -84,3 +84,10 @@ def test_an_engine_that_does_not_answer_is_absent(tmp_path, monkeypatch):
 def test_an_unknown_tool_is_refused(capsys):
     assert main(["bench", "--against", "bwrp"]) == 125
     assert "unknown tool" in capsys.readouterr().err
+
+
+def test_slow_starts_are_measured_less_often():
+    assert FULL.for_start(0.01) == FULL
+    assert FULL.starts > FULL.for_start(0.3).starts > FULL.for_start(3.0).starts > 0
+    assert QUICK.for_start(0.3).starts <= QUICK.starts
+    assert FULL.for_start(3.0).alive < FULL.for_start(0.3).alive < FULL.alive
