@@ -5,11 +5,12 @@ MAKEFLAGS    += --no-print-directory
 PYTHON       := .venv/bin/python
 FUZZ_SECONDS ?= 20
 PYTEST_ARGS  ?=
+MATRIX_ARGS  ?=
 BENCH_ARGS   ?= --against bwrap,runc
 # Machines that set this for a reason of their own would make every start compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-user check format bench figures fuzz sanitize wheel lock clean
+.PHONY: help setup demo test test-user check format bench figures matrix fuzz sanitize wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -48,6 +49,10 @@ figures: ## the same, and into docs/SPECIFICATION.md
 	@mkdir -p build
 	@$(PYTHON) -m ringfence bench $(BENCH_ARGS) --json > build/bench.json || test -s build/bench.json
 	@$(PYTHON) scripts/spec_figures.py build/bench.json
+
+matrix: ## conformance, probe and bench of every runtime that works here, into docs/matrix.md and README.md
+	@scripts/setup.sh test
+	@$(PYTHON) scripts/matrix.py --run $(MATRIX_ARGS)
 
 fuzz: ## every parser's fuzzer for FUZZ_SECONDS (20) each
 	@scripts/setup.sh fuzz
