@@ -127,6 +127,13 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 metavar="K[=V]",
                 help="set a variable inside; without =V it is taken from here",
             ),
+            _option(
+                "--template",
+                "-t",
+                metavar="NAME",
+                help="root file system: host (default), or what `ringfence template ls` lists; without a "
+                "command, run the template's own",
+            ),
             _option("--env-file", action="append", metavar="FILE", help="variables, one K=V a line"),
             _option(
                 "--workdir", "-w", metavar="PATH", help="folder the command starts in (default: /workspace)"

@@ -45,6 +45,7 @@ def request(options: argparse.Namespace) -> SandboxRequest:
         env=environment(options),
         labels=labels(options),
         keep=options.keep,
+        template=options.template or "host",
     )
 
 
@@ -195,12 +196,31 @@ def check_command(options: argparse.Namespace) -> tuple[str, ...]:
 
     Raises:
         InvalidRequest: there is none, or it holds a NUL.
+        NotFound: the template, whose command it would be, is not there.
     """
+    if not options.command and options.template not in (None, "host"):
+        return _template_command(options.template)
     if not options.command:
         raise InvalidRequest("no command to run", hint="write it after two dashes: ringfence run -- COMMAND")
     if not options.command[0]:
         raise InvalidRequest("the command is an empty string")
     return tuple(options.command)
+
+
+def _template_command(name: str) -> tuple[str, ...]:
+    """What the template runs where nobody says what."""
+    from ringfence.images.contract import ENGINE
+    from ringfence.images.store import TemplateStore
+    from ringfence.node.state import default_root
+
+    hint = f"write it after two dashes: ringfence run --template {name} -- COMMAND"
+    if name.startswith(ENGINE):
+        raise InvalidRequest("no command to run, and an engine's image is not asked for one", hint=hint)
+    with TemplateStore.open(default_root() / "images") as store:
+        found = store.resolve(name).config.command
+    if not found:
+        raise InvalidRequest(f"no command to run, and template {name} has none of its own", hint=hint)
+    return found
 
 
 def check_modes(options: argparse.Namespace) -> None:

@@ -446,6 +446,20 @@ class TemplateStore:
             raise _limit(error, f"write to the template store {self.folder}") from error
         return folder
 
+    @contextlib.contextmanager
+    def working_folder(self) -> Iterator[Path]:
+        """A folder of the store's file system for what is fetched or built; removed with all that is in it.
+
+        Raises:
+            HostLimit: it can't be made.
+        """
+        folder = self._aside()
+        folder.chmod(0o700)
+        try:
+            yield folder
+        finally:
+            self._discard(folder)
+
     def _discard(self, folder: Path) -> None:
         from ringfence.images.removing import remove_tree
 

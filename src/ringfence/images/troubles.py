@@ -10,7 +10,8 @@ from ringfence.model.errors import HostLimit
 _REMEDIES = {
     errno.ENOSPC: (
         "the disk is full",
-        "free some space (`ringfence template gc` removes what nothing uses), or point RINGFENCE_HOME elsewhere",
+        "free some space (`ringfence template gc` removes what nothing uses), or point RINGFENCE_HOME"
+        " elsewhere",
     ),
     errno.EDQUOT: ("the disk quota is used up", "free some space, or point RINGFENCE_HOME elsewhere"),
     errno.EROFS: ("the file system is read-only", "point RINGFENCE_HOME at a writable folder"),

@@ -7,7 +7,7 @@ import math
 import os
 import re
 
-from ringfence.model.errors import InvalidRequest, NotFound, Unsupported
+from ringfence.model.errors import InvalidRequest, Unsupported
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.model.policy import LEAST_MEMORY
 from ringfence.model.quantities import format_size
@@ -16,7 +16,6 @@ from ringfence.runtimes.contract import AGENT_UID
 
 MOST_PROCESSES = 32_768
 MOST_OPEN_FILES = 1 << 20
-TEMPLATES = ("host",)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*", re.ASCII)
 
 
@@ -25,12 +24,11 @@ def check(request: SandboxRequest) -> None:
 
     Raises:
         InvalidRequest: a value is impossible; the message names it, the hint what would do.
-        NotFound: no such template.
         Unsupported: Ringfence can't do it yet.
     """
     policy = request.policy
-    if request.template not in TEMPLATES:
-        raise NotFound(f"no template {request.template!r}", hint=f"known templates: {', '.join(TEMPLATES)}")
+    if request.template != "host":
+        _check_template(request.template)
     if request.id is not None and not SANDBOX_ID.fullmatch(request.id):
         raise InvalidRequest(
             f"sandbox id {request.id!r} is not sb- and 20 base-32 digits", hint="leave it out: one is made"
@@ -66,6 +64,22 @@ def check(request: SandboxRequest) -> None:
     for name, value in request.env.items():
         if not _NAME.fullmatch(name) or "\0" in value:
             raise InvalidRequest(f"environment variable {name!r} has an impossible name or value")
+
+
+def _check_template(name: str) -> None:
+    from ringfence.images import names
+    from ringfence.images.contract import ENGINE
+
+    if name.startswith(ENGINE):
+        image = name.removeprefix(ENGINE)
+        if (
+            not image
+            or image.startswith("-")
+            or any(ord(letter) < 33 or ord(letter) > 126 for letter in image)
+        ):
+            raise InvalidRequest(f"{name!r} names no image of an engine", hint="as in docker:python:3.12")
+    elif not names.is_digest_or_part(name):
+        names.full_name(name)
 
 
 def _check_size(request: SandboxRequest) -> None:

@@ -18,6 +18,7 @@ from ringfence.runtimes.contract import Capabilities, Runtime
 # Fastest first, as measured (SPECIFICATION). Others follow in the order of the registry.
 FIRST = ("jail", "bubblewrap")  # built in, always there
 BY_SPEED = ("nsjail", "crun", "runc", "gvisor", "firecracker", "qemu-microvm", "qemu")
+ENGINES = frozenset({"docker", "podman"})  # have images of their own
 BY_NAME_ONLY = frozenset({"fake", "inline", "wasm"})  # never chosen, only asked for
 
 
@@ -128,6 +129,13 @@ def lacks(
         from ringfence.runtimes.gpu import why_not
 
         return "gpu", why_not(name)
+    if request.template == "host":
+        if not has.host_template:
+            return "host_template", "it can't show the host's programs: it needs a template of its own files"
+    elif not has.programs:
+        return "template", "it runs modules, not the programs of a template"
+    elif request.template.startswith("docker:") and name not in ENGINES:
+        return "template", "it is no container engine, which alone has images of its own"
     if policy.door.network.mode not in has.network:
         return "network", f"it has no network mode {policy.door.network.mode!r}"
     return None

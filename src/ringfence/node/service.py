@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ringfence.model.errors import (
     HostLimit,
@@ -31,6 +31,10 @@ from ringfence.runtimes.context import RuntimeContext, privileged
 from ringfence.runtimes.contract import Capabilities, Disk, Handle, Probe, RootFs, Runtime, StartSpec
 from ringfence.runtimes.launching.processes import birth_of, boot_id
 
+if TYPE_CHECKING:
+    from ringfence.node.fittings import EngineRoot, ImageRoot, ImageTemplates
+
+WORKSPACE = "/workspace"  # where commands start unless the template says otherwise
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
 
@@ -66,6 +70,7 @@ class Node:
         self.groups = GroupPool(self.cgroups, state.owner)
         self.boot = boot_id()
         self.template = HostTemplate(state)
+        self._images: ImageTemplates | None = None
         self.ranges = identities.Ranges(state.ranges, state.owner)
         self._context: RuntimeContext | None = None
         self._opening = asyncio.Lock()
@@ -104,6 +109,15 @@ class Node:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def images(self) -> ImageTemplates:
+        """Templates other than the host's own."""
+        if self._images is None:
+            from ringfence.node.fittings import ImageTemplates
+
+            self._images = ImageTemplates(self.state)
+        return self._images
 
     # -- runtimes
 
@@ -268,7 +282,8 @@ class Node:
         made.folder = folder = self.state.take_folder(made.name)
         if self.root:
             made.range = self.ranges.take()
-        self.template.skeleton(process.user)  # making it takes a second, once: not of the sandbox's own time
+        template = self.template_of(request)
+        template.skeleton(process.user)  # making it takes a second, once: not of the sandbox's own time
         started, deadline = time.time(), supervising.now() + policy.door.limits.timeout
         record: dict[str, Any] = {
             "id": made.name,
@@ -280,6 +295,7 @@ class Node:
             "range": made.range,
             "started": started,
             "deadline": deadline,
+            "template": template.digest,  # from now on it is in use
         }
         if request.keep:
             record["request"] = request_as_json(request)
@@ -290,7 +306,7 @@ class Node:
         enforce = cgroups.GroupLimits(size.memory, size.cpus, tasks)
         made.group = self.groups.take(made.name, enforce, keep=request.keep)
         disk = disks.prepare(self.state, folder, size, root=self.root)
-        root = self.template.root(policy.wall.filesystem, process.user, disk, folder)
+        root = template.root(policy.wall.filesystem, process.user, disk, folder)
         if made.range is None:
             identity = identities.identity_as_user(process.user, single=self.cgroups.mode in ("v1", "hybrid"))
         else:
@@ -307,13 +323,14 @@ class Node:
                 cgroup=made.group.place(),
                 max_processes=process.max_processes,
                 max_open_files=process.max_open_files,
-                env=request.env,
+                env=dict(root.env) | request.env,
                 network=policy.door.network.mode,
                 seccomp=process.seccomp,
                 ephemeral=not request.keep,
                 memory=size.memory,
                 cpus=size.cpus,
                 host_functions=process.host_functions,
+                workdir=root.workdir or WORKSPACE,
                 gpus=size.gpus,
             )
         )
@@ -336,6 +353,16 @@ class Node:
             release=self._release,
             started_at=started,
         )
+
+    def template_of(self, request: SandboxRequest) -> HostTemplate | ImageRoot | EngineRoot:
+        """Where root file systems of that request come from.
+
+        Raises:
+            NotFound, InvalidRequest, WrongState: see :meth:`ImageTemplates.prepare`.
+        """
+        if request.template == self.template.digest:
+            return self.template
+        return self.images.prepare(request.template)
 
     async def _undo(self, made: _Made, runtime: Runtime) -> None:
         """Take back what a failed start had made, last first. The folder stays if something won't die."""
@@ -493,6 +520,8 @@ class Node:
             await self._context.close()
         failed = [r for r in results if isinstance(r, BaseException)]
         self.groups.close()
+        if self._images is not None:
+            self._images.close()
         self.ranges.close()
         # With something left the name stays, unlocked: the next node to open looks after it.
         self.state.close(leave=bool(kept or failed))

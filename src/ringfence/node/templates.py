@@ -78,6 +78,8 @@ _CHECK_EVERY = 5.0  # seconds: how long a changed host may go unnoticed
 class HostTemplate:
     """Makes root file systems from this host. One per node; keeps what it found for a few seconds."""
 
+    digest = "host"  # the name that requests have for it
+
     def __init__(self, state: StateRoot) -> None:
         self._state = state
         self._known: dict[int, tuple[float, str]] = {}
@@ -116,9 +118,9 @@ class HostTemplate:
         extra = [p for p in (*files.read_write, *files.read_only) if not os.path.lexists(skeleton + p)]
         if files.mounts or extra:
             for path in (*files.read_write, *files.read_only):
-                _check_target(path, "path")
+                check_target(path, "path")
             for mount in files.mounts:
-                binds.append(_bind(mount, binds))
+                binds.append(bind(mount, binds))
             try:
                 points = _points(folder, skeleton, binds, files, user)
             except OSError as error:
@@ -286,7 +288,12 @@ def _copy(source: str, target: Path) -> None:
             target.chmod(0o755 if info.st_mode & 0o111 else 0o644)
 
 
-def _check_target(path: str, what: str) -> None:
+def check_target(path: str, what: str) -> None:
+    """Refuse what can't be a path of the policy inside.
+
+    Raises:
+        InvalidRequest: not absolute, not normal, or Ringfence's own.
+    """
     # normpath leaves two leading slashes as they are: POSIX lets them mean something else.
     well_formed = path.startswith("/") and not path.startswith("//") and os.path.normpath(path) == path
     if not well_formed or path == "/" or "\0" in path:
@@ -299,8 +306,13 @@ def _check_target(path: str, what: str) -> None:
             raise InvalidRequest(f"{what} {path} lies in {private}, which Ringfence keeps for itself")
 
 
-def _bind(mount: Mount, below: list[Bind]) -> Bind:
-    _check_target(mount.target, "mount target")
+def bind(mount: Mount, below: list[Bind]) -> Bind:
+    """A mount of the policy, its source judged; ``below``: what is bound before it.
+
+    Raises:
+        InvalidRequest: the source can't be read or is no file or folder, or the target can't be had.
+    """
+    check_target(mount.target, "mount target")
     try:
         source = os.path.realpath(mount.source, strict=True)
         info = os.stat(source)

@@ -149,7 +149,8 @@ class RootFs:
 
     ``template`` names the content of ``lowers`` (``host``, or a template's digest): drivers that need it in
     another form (a VM's disk, an engine's image) keep that under this name. ``image``: a container engine's
-    own image, in place of ``lowers``.
+    own image, in place of ``lowers``. ``env`` and ``workdir`` are the template's defaults for commands; the
+    node has put them into the :class:`StartSpec` already.
     """
 
     lowers: tuple[str, ...]
@@ -161,6 +162,8 @@ class RootFs:
     read_only: tuple[str, ...] = ()
     template: str = "host"
     image: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    workdir: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, Unsupported
+from ringfence.model.errors import InvalidRequest, RingfenceError, Unsupported
 from ringfence.model.policy import GIB, Limits, Network, Policy, Process, Resources
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import requests
@@ -29,7 +29,9 @@ def test_the_default_is_right() -> None:
 @pytest.mark.parametrize(
     ("request_", "kind", "words"),
     [
-        (asking(template="debian"), NotFound, "no template 'debian'"),
+        (asking(template="De bian"), InvalidRequest, "no name of a template"),
+        (asking(template="../etc"), InvalidRequest, "no name of a template"),
+        (asking(template="docker:"), InvalidRequest, "names no image"),
         (asking(id="sb-../../etc"), InvalidRequest, "sandbox id"),
         (asking(id="sb-" + "0" * 19), InvalidRequest, "sandbox id"),
         (asking(door={"network": Network("egress")}), Unsupported, "egress"),

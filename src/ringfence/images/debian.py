@@ -1,0 +1,133 @@
+"""Debian from its packages, with mmdebstrap: a root file system as a tar stream."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import IO
+
+from ringfence.images.manifests import machine
+from ringfence.model.errors import HostLimit, InvalidRequest, RuntimeUnavailable
+
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(?::[a-z0-9]+)?", re.ASCII)
+_MOST_WORDS = 64 << 10  # bytes of what mmdebstrap said that are kept
+
+
+class Built:
+    """The stream, and how it ended. Read it to its end, then :meth:`check`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], words: IO[bytes], suite: str) -> None:
+        self._process = process
+        self._words = words
+        self._suite = suite
+        self._any = False
+
+    def read(self, size: int) -> bytes:
+        """See ``tarstream.Readable``.
+
+        Raises:
+            HostLimit: nothing came at all; the message has mmdebstrap's words.
+        """
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(size)
+        if not data and not self._any:
+            self.check()
+        self._any = True
+        return data
+
+    def check(self) -> None:
+        """Raise if mmdebstrap did not finish well.
+
+        Raises:
+            HostLimit: see there.
+        """
+        if self._process.wait() == 0:
+            return
+        self._words.seek(max(0, self._words.seek(0, os.SEEK_END) - _MOST_WORDS))
+        lines = self._words.read().decode(errors="replace").splitlines()
+        told = [line for line in lines if line.startswith(("E:", "W:", "Err:"))] or lines[-3:]
+        raise HostLimit(
+            f"mmdebstrap could not make {self._suite}: {'; '.join(told[-3:]) or 'it does not say why'}",
+            hint="see if the suite exists and the mirror can be reached: --mirror URL names another",
+        )
+
+
+@contextlib.contextmanager
+def build(
+    suite: str, *, packages: tuple[str, ...] = (), mirror: str = "", epoch: int | None = None
+) -> Iterator[Built]:
+    """Run mmdebstrap for a minimal Debian with some packages on top.
+
+    ``epoch``: no file is younger than that (SOURCE_DATE_EPOCH): two builds from the same mirror are the same
+    to the byte. Default: the environment's SOURCE_DATE_EPOCH, else the start of this day.
+
+    Raises:
+        RuntimeUnavailable: mmdebstrap is not here.
+        InvalidRequest: a package's name is none.
+    """
+    program = shutil.which("mmdebstrap")
+    if program is None:
+        raise RuntimeUnavailable(
+            "Debian's root file systems are made with mmdebstrap, which is not here",
+            hint="apt-get install mmdebstrap",
+        )
+    for package in packages:
+        if not _PACKAGE.fullmatch(package):
+            raise InvalidRequest(
+                f"{package!r} is no name of a Debian package", hint="as in --package python3"
+            )
+    if epoch is None:
+        epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time() // 86400 * 86400)
+    argv = [
+        program, "--quiet", "--variant=minbase", "--format=tar", f"--architectures={machine()}",
+        *([f"--include={','.join(packages)}"] if packages else []),
+        *(["--mode=unshare"] if os.geteuid() else ["--mode=root"]),
+        '--aptopt=Acquire::Languages "none"', suite, "-",
+        *([mirror] if mirror else _mirrors(suite)),
+    ]  # fmt: skip
+    with tempfile.TemporaryFile() as words:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            env=os.environ | {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8"},
+            start_new_session=True,
+        )
+        try:
+            yield Built(process, words, suite)
+        finally:
+            assert process.stdout is not None
+            process.stdout.close()
+            if process.poll() is None:
+                process.terminate()  # it takes down what it has begun
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def _mirrors(suite: str) -> list[str]:
+    """Where this host gets the suite from, if it does; else mmdebstrap knows Debian's own mirror."""
+    for path in sorted(glob.glob("/etc/apt/sources.list.d/*.sources")):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            for part in re.split(r"\n\s*\n", file.read()):
+                lines = [line.partition(":") for line in part.splitlines()]
+                fields = {name.strip().lower(): value.strip() for name, _, value in lines}
+                if suite in fields.get("suites", "").split() and fields.get("uris"):
+                    return [f"deb {fields['uris'].split()[0]} {suite} main"]
+    for path in ("/etc/apt/sources.list", *sorted(glob.glob("/etc/apt/sources.list.d/*.list"))):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                found = re.match(rf"deb\s+(?:\[[^\]]*\]\s+)?(\S+)\s+{re.escape(suite)}\s", line)
+                if found:
+                    return [f"deb {found[1]} {suite} main"]
+    return []
