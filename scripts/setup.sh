@@ -112,33 +112,13 @@ packages() {
     fi
 }
 
-# The release's own gVisor is older than the platform that it needs here: a pinned one comes from the backports of the
-# mirror that this host uses already. The host's own list of sources stays as it is.
-RUNSC=0.0~20240729.0-4~bpo12+2
+# The release's own gVisor is older than the platform that it needs here: a pinned one comes from the backports.
+# `ringfence setup gvisor` does the same with the same module.
 gvisor() {
-    ! PATH=$PATH:/usr/sbin:/sbin command -v runsc > /dev/null || return 0
-    command -v apt-get > /dev/null && [ "$(id -u)" = 0 ] || return 0
-    local codename folder options
-    # shellcheck disable=SC1091
-    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
-    [ "$codename" = bookworm ] || { say "no pinned gVisor (runsc) for this release; going on without it"; return 0; }
-    changed=1
-    say "installing gVisor (runsc $RUNSC) from $codename-backports"
-    folder=$(mktemp -d)
-    mkdir -p "$folder/parts" "$folder/lists/partial"
-    cat /etc/apt/sources.list.d/*.sources 2> /dev/null |
-        awk -v RS= -v suite="$codename" 'match("\n" $0 "\n", "\nSuites:([^\n]* )?" suite "[ \n]") && !done++' |
-        sed "s/^Suites:.*/Suites: $codename-backports/; s/^Components:.*/Components: main/" > "$folder/parts/backports.sources"
-    cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list 2> /dev/null |
-        sed -nE "s/^(deb (\[[^]]*\] )?[^ ]+) $codename .*/\1 $codename-backports main/p" | head -1 > "$folder/parts/backports.list"
-    options=(-o APT::Sandbox::User=root -o Dir::Etc::sourcelist=/dev/null -o "Dir::Etc::sourceparts=$folder/parts"
-        -o "Dir::State::lists=$folder/lists")
-    if ! apt-get -q "${options[@]}" update > "$folder/log" 2>&1 ||
-        ! (cd "$folder" && apt-get -q "${options[@]}" download "runsc=$RUNSC") >> "$folder/log" 2>&1 ||
-        ! dpkg -i "$folder"/runsc_*.deb >> "$folder/log" 2>&1; then
-        say "could not install gVisor: $(tail -1 "$folder/log"); going on without it"
-    fi
-    rm -rf "$folder"
+    local python status=0
+    python=$(find_python) || return 0
+    "$python" -I src/ringfence/node/backports.py || status=$?
+    [ "$status" != 10 ] || changed=1
 }
 
 packages

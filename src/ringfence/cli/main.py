@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # name: (module, what the command list says)
 COMMANDS = {
     "run": ("run", "run one command in a sandbox of its own"),
+    "setup": ("setup", "install what runtimes need, and show which work"),
     "doctor": ("doctor", "what works on this machine, what does not, and how to fix it"),
     "probe": ("probe", "start a sandbox and measure what its wall really is"),
     "bench": ("bench", "measure speed and memory beside other tools"),
