@@ -58,12 +58,13 @@ fuzz: ## every parser's fuzzer for FUZZ_SECONDS (20) each
 	@scripts/setup.sh fuzz
 	@$(MAKE) -C native fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) 2>&1 | grep -vE '# Uses: [0-9]+$$|^###### '
 
-sanitize: ## the agent with AddressSanitizer and UBSan, through its own tests (make test does it for the launcher)
+sanitize: ## agent and link with AddressSanitizer and UBSan, through their own tests (make test does it for the launcher)
 	@scripts/setup.sh test
 	@$(MAKE) -s -C native sanitize
-	@RINGFENCE_AGENT=$(CURDIR)/native/build/sanitize/ringfence-agent $(PYTHON) -m pytest -q tests/integration/agent
+	@RINGFENCE_AGENT=$(CURDIR)/native/build/sanitize/ringfence-agent RINGFENCE_LINK=$(CURDIR)/native/build/sanitize/ringfence-link \
+	    $(PYTHON) -m pytest -q tests/integration/agent tests/integration/linking
 
-wheel: ## a wheel with both native programs, into dist/
+wheel: ## a wheel with the native programs, into dist/
 	@scripts/setup.sh test
 	@$(PYTHON) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls dist/*.whl
 

@@ -155,16 +155,17 @@ bool single_busy(void)
     return false;
 }
 
-/* During a sleep nothing is read: the next RESET belongs to the next epoch. The host learns that its links have ended. */
+/* During a sleep nothing is read: the next RESET belongs to the next epoch. The host learns that its links have ended, and
+ * accepts nobody until it has an answer again. */
 void single_pause(bool pause)
 {
     if (mux == NULL || paused == pause)
         return;
     if (pause) {
         mux_close_all(mux);
+        mux_fill(mux);
         write_stream();
-    } else
-        mux->lost_due = true;
+    }
     paused = pause;
     loop_again();
 }

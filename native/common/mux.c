@@ -383,7 +383,6 @@ void mux_close_all(struct mux *mux)
         if (mux->links[i].used && mux->links[i].id != 0)
             fill_link(mux, &mux->links[i]);
     violation(mux);
-    mux->lost_due = false;
 }
 
 void mux_begin(struct mux *mux, const uint8_t nonce[MUX_NONCE], bool padded)
