@@ -20,6 +20,7 @@ COMMANDS = {
     "probe": ("probe", "start a sandbox and measure what its wall really is"),
     "bench": ("bench", "measure speed and memory beside other tools"),
     "conformance": ("conformance", "run the shipped test suite on the runtimes of this machine"),
+    "template": ("template", "root file systems for sandboxes: add, list, show, remove"),
     "list": ("listing", "sandboxes that were kept"),
     "stop": ("stopping", "end kept sandboxes and remove what is theirs"),
     "completion": ("completion", "print the completion script for bash, zsh or tcsh"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -144,8 +144,10 @@ class _Import:
             archive = blobs.ArchiveBlobs(file)
             # What `docker save` writes nowadays is both; its own list names the images as people know them.
             if kind != "oci-archive" and archive.has("manifest.json"):
+                self._reference = replace(self._reference, kind="docker-archive")
                 return self._image(archive, manifests.read_docker(archive, self._reference.tag))
             if kind != "docker-archive" and archive.has("index.json"):
+                self._reference = replace(self._reference, kind="oci-archive")
                 return self._image(archive, manifests.read_layout(archive, self._reference.tag))
             if kind != "archive":
                 what = "manifest.json" if kind == "docker-archive" else "index.json"
@@ -154,6 +156,7 @@ class _Import:
                     hint="a tar of a root file system is added as rootfs:FILE",
                 )
             file.seek(0)
+            self._reference = replace(self._reference, kind="rootfs")
             return self._from_tar(file, os.fstat(file.fileno()).st_size)
 
     def _from_tar(self, file: BinaryIO, size: int) -> Added:
@@ -176,8 +179,6 @@ class _Import:
             layers.append(self._layer(stream, part.diff_id, part.blob_digest, what, 0))
         config = users.resolve(image.config, Merged(tuple(layer.folder for layer in reversed(layers))))
         if self._options.start or self._options.ready:
-            from dataclasses import replace
-
             config = replace(config, start=self._options.start, ready=self._options.ready)
         return self._put(
             layers, reused, config, image.architecture, digest or image.digest, image.made_at, image.name

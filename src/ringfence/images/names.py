@@ -51,8 +51,9 @@ def unknown(text: str, known: Iterable[str]) -> NotFound:
     from difflib import get_close_matches
 
     names = sorted(known)
-    wanted = text if ":" in text else f"{text}:{LATEST}"
-    close = get_close_matches(wanted, names, n=3, cutoff=0.6)
+    short = {name.removesuffix(f":{LATEST}"): name for name in names}
+    found = get_close_matches(text.removesuffix(f":{LATEST}"), short, n=3, cutoff=0.6)
+    close = [short[name] for name in found]
     # A right name with a wrong tag is the usual mistake, and often too far away to be close.
     close += [name for name in names if name.partition(":")[0] == text.partition(":")[0]][:3]
     close = list(dict.fromkeys(close))[:3]

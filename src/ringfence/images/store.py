@@ -355,7 +355,7 @@ class TemplateStore:
     # -- removing
 
     def remove(self, name: str) -> list[str]:
-        """Forget a name; a digest: the template and all its names. Files go with the next collection.
+        """Forget a name; of a digest: all its names. What nobody needs then goes with the next collection.
 
         Returns the names that are gone.
 
@@ -365,23 +365,39 @@ class TemplateStore:
         with self.exclusive():
             if names.is_digest_or_part(name):
                 digest = self._whole(name)
-                gone = [each for each in self.names() if self._points_at(each) == digest]
+                gone = [each for each in self.names() if self.points_at(each) == digest]
                 if not gone and not os.path.lexists(self._template_file(digest)):
                     raise NotFound(f"no template {name}", hint="`ringfence template ls` lists what is here")
             else:
                 full = names.full_name(name)
                 if not os.path.lexists(self._name_file(full)):
                     raise names.unknown(name, self.names())
-                digest, gone = self._points_at(full), [full]
+                gone = [full]
             for each in gone:
                 os.unlink(self._name_file(each))
-            left = [each for each in self.names() if self._points_at(each) == digest]
-            if not left and digest and not self.pinned(digest):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._template_file(digest))
         return gone
 
-    def _points_at(self, full: str) -> str:
+    def drop(self, digest: str) -> None:
+        """Forget a template that nobody needs; for collections, under the exclusive lock."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._template_file(digest))
+
+    def layers_of(self, digest: str) -> list[str]:
+        """Digests of a template's layers, whether they are here or not.
+
+        Raises:
+            NotFound, WrongState: there is no such template, or its record is damaged.
+        """
+        try:
+            record = records.read(self._template_file(digest))
+            return [str(each["digest"]) for each in record["layers"]]
+        except FileNotFoundError:
+            raise NotFound(f"no template {digest}") from None
+        except (KeyError, TypeError):
+            raise WrongState(f"the record of template {digest} is damaged") from None
+
+    def points_at(self, full: str) -> str:
+        """The digest that a full name points at; empty if there is none."""
         try:
             return str(records.read(self._name_file(full)).get("digest", ""))
         except (FileNotFoundError, WrongState):

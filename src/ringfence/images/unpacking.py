@@ -75,6 +75,10 @@ class _Unpacking:
 
     def report(self) -> Imported:
         counts = self._counts
+        if counts["skipped"]:
+            self._notes.insert(0, f"{counts['skipped']} device nodes or pipes were left out")
+        if counts["stripped"]:
+            self._notes.insert(0, f"{counts['stripped']} files lost their setuid or setgid bit")
         return Imported(
             files=counts["file"],
             folders=counts["folder"],
@@ -116,7 +120,6 @@ class _Unpacking:
             self._whiteout(entry, parent, parts)
         elif entry.kind in ("device", "pipe"):
             self._counts["skipped"] += 1
-            self._note(f"{_shown(entry.name)}: a {entry.kind} is left out")
         elif entry.kind == "folder":
             self._folder(entry, parent, parts)
         elif entry.kind == "file":
