@@ -30,9 +30,10 @@ def store(folder: str) -> str:
     Raises:
         HostLimit: it can't be made.
     """
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(folder))), "vm")
-    if os.path.basename(os.path.dirname(os.path.abspath(folder))) != "sandboxes":
-        path = os.path.join(os.path.abspath(folder), "vm")  # of a probe
+    above, name = os.path.split(os.path.dirname(os.path.abspath(folder)))
+    if name != "sandboxes":  # of a probe
+        above = os.environ.get("RINGFENCE_HOME", "/var/lib/ringfence")
+    path = os.path.join(above, "vm")
     try:
         os.makedirs(path, mode=0o711, exist_ok=True)
     except OSError as error:
@@ -79,7 +80,8 @@ async def template(root: RootFs, folder: str) -> tuple[str, str]:
         StartFailed: a layer is missing, or the image can't be made; nothing is left.
         HostLimit: no program for it is installed, or the disk is full.
     """
-    return _made(root, folder) or await asyncio.to_thread(_build, root, folder)
+    made = _made(root, folder)
+    return made if made is not None else await asyncio.to_thread(_build, root, folder)
 
 
 def _made(root: RootFs, folder: str) -> tuple[str, str] | None:

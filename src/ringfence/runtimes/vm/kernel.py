@@ -27,7 +27,7 @@ VARIABLE = "RINGFENCE_KERNEL"
 # In the order in which they are loaded: each needs only what stands before it. What a kernel has built in is
 # left out, so a name may be missing in a folder.
 MODULES = (
-    "virtio", "virtio_ring", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci",
+    "virtio_ring", "virtio", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci",
     "virtio_blk", "virtio_console", "rng-core", "virtio-rng", "vsock", "vmw_vsock_virtio_transport_common",
     "vmw_vsock_virtio_transport", "libcrc32c", "erofs", "squashfs", "overlay",
 )  # fmt: skip
@@ -44,6 +44,20 @@ class Kernel:
     release: str
     modules: tuple[str, ...]
     digest: str
+
+    def needed(self, *wanted: str) -> list[str]:
+        """Paths inside the guest of the modules for ``wanted``: each takes a moment of every start."""
+        names = {"virtio_ring", "virtio", "virtio_blk", "virtio-rng", "rng-core", "overlay", *wanted}
+        if "virtio_pci" in names:
+            names |= {"virtio_pci_modern_dev", "virtio_pci_legacy_dev"}
+        if "erofs" in names:
+            names.add("libcrc32c")
+        if "vsock" in names:
+            names |= {"vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport"}
+        return [f"/modules/{name}.ko" for name in MODULES if name in names and self._has(name)]
+
+    def _has(self, name: str) -> bool:
+        return any(path.endswith(f"/{name}.ko") for path in self.modules)
 
 
 def find() -> Kernel:

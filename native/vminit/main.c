@@ -1,0 +1,152 @@
+/* Process 1 of a virtual machine (or a child of the machine's own init, where it has one). */
+#include "vminit.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NAMESPACES (CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWCGROUP)
+#define UP_TRIES 1200 /* of 50 ms: how long the system's own init may take until the agent is started anyway */
+
+/* On the console, which the host reads while the machine starts. */
+_Noreturn void die(const char *step, const char *what)
+{
+    int error = errno;
+    dprintf(1, "ringfence-vminit: %s: %s: %s\n", step, what, strerror(error));
+    sync();
+    if (getpid() != 1)
+        _exit(1);
+    reboot(RB_AUTOBOOT);
+    _exit(1);
+}
+
+static int start_agent(int port)
+{
+    int agent = (int)syscall(SYS_clone, NAMESPACES | SIGCHLD, NULL, NULL, NULL, 0);
+    if (agent < 0)
+        die("start", "clone");
+    if (agent == 0) {
+        if (dup2(port, LINK_FD) < 0)
+            die("link", "dup2");
+        root_enter();
+        agent_become();
+    }
+    close(port);
+    return agent;
+}
+
+/* Hands the machine to the init of its own root and goes on in a child. */
+static void start_system(void)
+{
+    char *const arguments[] = {(char *)settings.init, NULL};
+    char *const environment[] = {"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "TERM=dumb",
+                                 "HOME=/", "container=", NULL};
+    int gate[2];
+    if (pipe2(gate, O_CLOEXEC) < 0)
+        die("system", "pipe");
+    int child = fork();
+    if (child < 0)
+        die("system", "fork");
+    if (child == 0) {
+        char byte;
+        close(gate[1]);
+        /* Own namespaces, before the parent turns its mounts upside down. */
+        if (unshare(CLONE_NEWNS) < 0 || mount("", "/", "", MS_REC | MS_PRIVATE, NULL) < 0)
+            die("system", "unshare");
+        while (read(gate[0], &byte, 1) < 0 && errno == EINTR) {
+        }
+        close(gate[0]);
+        setsid();
+        return;
+    }
+    close(gate[0]);
+    static const char *const moved[] = {"dev", "proc", "sys"};
+    char path[64];
+    for (unsigned i = 0; i < sizeof moved / sizeof *moved; i++) {
+        snprintf(path, sizeof path, "/root/%s", moved[i]);
+        mkdir(path, 0755);
+        snprintf(path, sizeof path, "/%s", moved[i]);
+        char to[64];
+        snprintf(to, sizeof to, "/root/%s", moved[i]);
+        if (mount(path, to, "", MS_BIND | MS_REC, NULL) < 0)
+            die("system", to);
+    }
+    if (chdir("/root") < 0 || mount(".", "/", "", MS_MOVE, NULL) < 0 || chroot(".") < 0 || chdir("/") < 0)
+        die("system", "switch root");
+    execve(settings.init, arguments, environment);
+    die("system", settings.init);
+}
+
+/* Returns when the machine's own init says that it has brought the system up. */
+static void await_system(void)
+{
+    char path[256];
+    struct stat found;
+    const struct timespec pause = {0, 50000000};
+    snprintf(path, sizeof path, "/proc/1/root%s", settings.up);
+    for (int i = 0; i < UP_TRIES && stat(path, &found) < 0; i++)
+        nanosleep(&pause, NULL);
+}
+
+/* On the host: the kHz of its time stamp counter, which an emulated guest is shown. A guest on a busy host can't find that
+ * out by itself, and without it its clock does not run. */
+static int measure_counter(void)
+{
+#ifdef __x86_64__
+    struct timespec from, to;
+    const struct timespec pause = {0, 50000000};
+    clock_gettime(CLOCK_MONOTONIC_RAW, &from);
+    uint64_t begun = __builtin_ia32_rdtsc();
+    nanosleep(&pause, NULL);
+    clock_gettime(CLOCK_MONOTONIC_RAW, &to);
+    uint64_t ticks = __builtin_ia32_rdtsc() - begun;
+    uint64_t passed = (uint64_t)(to.tv_sec - from.tv_sec) * 1000000000u + (uint64_t)to.tv_nsec - (uint64_t)from.tv_nsec;
+    dprintf(1, "%llu\n", (unsigned long long)((unsigned __int128)ticks * 1000000u / passed));
+    return 0;
+#else
+    return 1;
+#endif
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 2 && !strcmp(argv[1], "counter"))
+        return measure_counter();
+    if (getpid() != 1)
+        return 1; /* on a host there is nothing else that it could do */
+    mkdir("/dev", 0755);
+    if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0 ||
+        mount("sys", "/sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0 ||
+        (mount("dev", "/dev", "devtmpfs", MS_NOSUID, "mode=0755") < 0 && errno != EBUSY))
+        die("init", "mount");
+    int console = open("/dev/console", O_RDWR | O_NOCTTY);
+    for (int number = 0; number < 3 && console >= 0; number++)
+        dup2(console, number);
+    if (console > 2)
+        close(console);
+    settings_read("/config");
+    devices_load();
+    if (settings.hostname != NULL)
+        sethostname(settings.hostname, strlen(settings.hostname));
+    root_mount();
+    int port = port_open(settings.link, O_RDWR);
+    int control = port_open(settings.control, O_RDWR | O_NONBLOCK);
+    if (port < 0 || control < 0)
+        die("link", port < 0 ? settings.link : settings.control);
+    if (settings.init != NULL) {
+        start_system();
+        await_system();
+    }
+    cgroup_make();
+    serve(start_agent(port), control);
+}

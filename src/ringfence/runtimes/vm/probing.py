@@ -1,0 +1,105 @@
+"""Proving that machines boot here, and measuring one: QEMU's process as the host sees it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ringfence.model.errors import LinkLost, RingfenceError
+from ringfence.model.levels import Boundary, Level
+from ringfence.model.sandbox import EffectiveBoundary
+from ringfence.runtimes.contract import Handle, Health, Probe
+from ringfence.runtimes.launching.foreign import version_of
+from ringfence.runtimes.measuring import (
+    ESSENTIAL,
+    NAMESPACES,
+    _interfaces,
+    _label,
+    _namespace,
+    capability_names,
+    credentials,
+)
+from ringfence.runtimes.vm import kernel, vmm
+
+if TYPE_CHECKING:
+    from ringfence.runtimes.vm.driver import QemuRuntime
+
+
+def measure(driver: QemuRuntime, handle: Handle) -> EffectiveBoundary:
+    """The effective boundary of a living machine: what stands between QEMU and the host.
+
+    ``host_uid``, ``namespaces`` and ``seccomp``: QEMU's; ``capabilities``: the workload's in its own kernel.
+
+    Raises:
+        LinkLost: the machine has ended.
+    """
+    found = credentials(handle.pid)
+    if found is None:
+        raise LinkLost(f"sandbox {handle.id} has ended", id=handle.id)
+    differing = tuple(
+        name
+        for name in NAMESPACES
+        if (inside := _namespace(handle.pid, name)) is not None and inside != _namespace("self", name)
+    )
+    weak = [f"shares the host's {name} namespace" for name in ESSENTIAL if name not in differing]
+    if found.seccomp != "filter":
+        weak.append("no system call filter around QEMU")
+    if not found.no_new_privs:
+        weak.append("can gain privileges (no_new_privs is off)")
+    if found.uid == 0:
+        weak.append("its user is the host's root")
+    kvm = bool(handle.data.get("kvm"))
+    notes = ["the workload runs on a kernel of its own; host_uid is of QEMU's process"]
+    if not kvm:
+        notes.append("the processor is emulated: slow, and only as strong as QEMU's emulation")
+    level, boundary = driver.level, Boundary.HARDWARE if kvm else Boundary.EMULATED
+    if weak:
+        level, boundary = Level.L1, Boundary.NONE
+        notes.append("no wall: " + ", ".join(weak))
+    only_loopback = "net" in differing and _interfaces(handle.pid) in (["lo"], [])
+    return EffectiveBoundary(
+        runtime=driver.name,
+        level=level,
+        boundary=boundary,
+        kernel=str(handle.data.get("kernel", "?")),
+        namespaces=differing,
+        user_namespace="user" in differing,
+        host_uid=found.uid,
+        seccomp=found.seccomp,
+        no_new_privs=found.no_new_privs,
+        capabilities=capability_names(int(handle.data.get("capabilities", 0))),
+        landlock="not-applied",
+        lsm=_label(handle.pid),
+        network=str(handle.data.get("network", "none")) if only_loopback else "open",
+        limits={},
+        notes=tuple(notes),
+    )
+
+
+async def probe(driver: QemuRuntime) -> Probe:
+    """Boot a guest with an empty root and talk to the agent in it; never raises."""
+    from ringfence.runtimes.launching import probing
+    from ringfence.runtimes.vm.driver import OLDEST, PROGRAM, REMEDY
+
+    if driver.program is None:
+        return probing.unavailable(driver, f"{PROGRAM} is not installed", REMEDY)
+    if not driver.context.root:
+        return probing.unavailable(driver, "virtual machines need root so far", "run as root")
+    found = re.search(r"version (\d+(?:\.\d+)+)", await version_of(driver.program))
+    version = found.group(1) if found else ""
+    if tuple(map(int, version.split("."))) < OLDEST if version else True:
+        wanted = ".".join(map(str, OLDEST))
+        return probing.unavailable(
+            driver, f"QEMU {version or '?'} is too old, {wanted} is needed", REMEDY, version
+        )
+    try:
+        kernel.find()
+    except RingfenceError as error:
+        return probing.unavailable(driver, error.message, error.hint, version)
+    answer = await probing.probe(driver, version)
+    if answer.health == Health.HEALTHY and not driver.kvm:
+        reason = f"the processor is emulated: {vmm.why_no_kvm()}"
+        remedy = "run on a host with KVM, or set isolation.allowEmulated"
+        answer = replace(answer, health=Health.DEGRADED, reason=reason, remedy=remedy)
+    return answer
