@@ -197,8 +197,6 @@ class Cgroups:
 class Group:
     """One sandbox's groups in every hierarchy. Without hierarchies every number is ``None``."""
 
-    __slots__ = ("_base", "_controllers", "_cpu_before", "_owner", "_place", "limits", "name", "oom_before")
-
     def __init__(
         self,
         owner: Cgroups,
@@ -213,6 +211,7 @@ class Group:
         self._owner = owner
         self._controllers = controllers
         self._place: CgroupPlace | None = None
+        self.held: dict[str, int] = {}  # path → descriptor: files that are kept open, until it is removed
         self._base = {c: f"{owner.roots[c]}/{NAME}/{name}" for c in controllers}
 
     def __bool__(self) -> bool:
@@ -239,7 +238,27 @@ class Group:
             agent=tuple(f"{base}/cgroup.procs" for base in dict.fromkeys(self._base.values())),
             work=tuple(f"{self._base[c]}/work/cgroup.procs" for c in inner if c in self._base),
             v2_fd_path=self._base.get("unified"),
+            opened=self.held,
         )
+
+    def let_go(self) -> None:
+        """Close the files that are kept open."""
+        for descriptor in self.held.values():
+            os.close(descriptor)
+        self.held.clear()
+
+    def base(self, controller: str) -> str | None:
+        """Its folder in a hierarchy."""
+        return self._base.get(controller)
+
+    def _number(self, path: str) -> int | None:
+        descriptor = self.held.get(path)
+        if descriptor is None:
+            return _number(path)
+        try:
+            return int(os.pread(descriptor, 64, 0))
+        except (OSError, ValueError):
+            return None
 
     def oom_kills(self) -> int | None:
         """Processes of the present sandbox that the kernel killed for memory, so far."""
@@ -261,7 +280,7 @@ class Group:
             return None
         if self._owner.mode == "v2":
             return _number(f"{self._base['unified']}/memory.peak")  # Linux 5.19
-        return _number(f"{base}/memory.max_usage_in_bytes")
+        return self._number(f"{base}/memory.max_usage_in_bytes")
 
     def memory_now(self) -> int | None:
         """Bytes charged to the whole sandbox."""
@@ -283,7 +302,7 @@ class Group:
             micro = _counter(f"{base}/cpu.stat", "usage_usec")
             return None if micro is None else micro / 1e6
         base = self._base.get("cpuacct")
-        nano = _number(f"{base}/cpuacct.usage") if base else None
+        nano = self._number(f"{base}/cpuacct.usage") if base else None
         return None if nano is None else nano / 1e9
 
     def renew(self, most: int) -> bool:
@@ -297,8 +316,9 @@ class Group:
         if peak >= limits.memory // 2:
             # Only who came near the limit can have lost a process to it: else that counter stands still.
             self.oom_before += self.oom_kills() or 0
+        path = f"{base}/memory.max_usage_in_bytes"
         try:
-            _write(f"{base}/memory.max_usage_in_bytes", "0")
+            _write(path, "0", self.held.get(path))
         except OSError:
             return False
         self._cpu_before = self._cpu_total() or 0.0
@@ -310,7 +330,7 @@ class Group:
         if unified is not None:
             return _counter(f"{unified}/cgroup.events", "populated") == 0
         if (pids := self._base.get("pids")) is not None:
-            count = _number(f"{pids}/pids.current")  # of the groups below, too; the dying count
+            count = self._number(f"{pids}/pids.current")  # of the groups below, too; the dying count
             if count is not None:
                 return count == 0
         return not self.processes()
@@ -367,6 +387,7 @@ class Group:
 
     def remove(self) -> bool:
         """Remove the empty groups. False: something still lives there (or dies); call again later."""
+        self.let_go()
         gone = True
         for base in dict.fromkeys(self._base.values()):
             for folder in (f"{base}/work", f"{base}/agent", base):
@@ -534,14 +555,15 @@ def _enable(folder: str, controllers: list[str]) -> None:
         _write(f"{folder}/cgroup.subtree_control", " ".join("+" + name for name in missing))
 
 
-def _write(path: str, text: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+def _write(path: str, text: str, held: int | None = None) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC) if held is None else held
     try:
         os.write(file, text.encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     finally:
-        os.close(file)
+        if held is None:
+            os.close(file)
 
 
 def _words(path: str) -> list[str]:

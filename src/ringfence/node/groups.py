@@ -11,11 +11,13 @@ Version 2 has three folders a sandbox, and a peak of memory that can't be set ba
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 
 from ringfence.node.cgroups import Cgroups, Group, GroupLimits
 
 MOST_IDLE = 64  # groups kept in all
+MOST_HELD = 32  # of them with their files kept open
 CLEAN = 4 << 20  # bytes that may still be charged to a group when it is used again: caches of the dead
 
 
@@ -28,6 +30,8 @@ class GroupPool:
         self._numbers = itertools.count()
         self._idle: dict[GroupLimits, deque[Group]] = {}
         self._count = 0
+        self._holding: list[Group] = []  # groups whose files are kept open
+        self._most = min(MOST_HELD, max(0, os.sysconf("SC_OPEN_MAX")) // 64)
 
     def take(self, sandbox: str, limits: GroupLimits, *, keep: bool) -> Group:
         """A group for a sandbox.
@@ -42,9 +46,24 @@ class GroupPool:
             group = idle.popleft()
             self._count -= 1
             if group.renew(CLEAN):
+                self._hold(group)
                 return group
             group.remove()
         return self._cgroups.create(f"{self._owner}.{next(self._numbers)}", limits)
+
+    def _hold(self, group: Group) -> None:
+        """Keep its files open. Not at its first use, for most nodes start one sandbox; and of a few only."""
+        if group.held:
+            return
+        if len(self._holding) >= self._most:
+            self._holding = [each for each in self._holding if each.held]
+        if len(self._holding) < self._most:
+            try:
+                _open_files(group)
+            except OSError:  # too many open files, perhaps: each is opened when it is needed
+                group.let_go()
+            else:
+                self._holding.append(group)
 
     def give_back(self, group: Group) -> bool:
         """A sandbox is gone. False: its group is still busy; call again later."""
@@ -63,6 +82,22 @@ class GroupPool:
                 group.remove()
         self._idle.clear()
         self._count = 0
+
+
+def _open_files(group: Group) -> None:
+    """Those that every use of a group of version 1 needs: a dozen."""
+    for path in (*group.place().agent, *group.place().work):
+        # A thread that names itself in `tasks` is moved without the lock over all threads.
+        tasks = path.removesuffix("cgroup.procs") + "tasks"
+        group.held[path] = os.open(tasks, os.O_WRONLY | os.O_CLOEXEC)
+    for controller, name, flags in (
+        ("memory", "memory.max_usage_in_bytes", os.O_RDWR),
+        ("cpuacct", "cpuacct.usage", os.O_RDONLY),
+        ("pids", "pids.current", os.O_RDONLY),
+    ):
+        base = group.base(controller)
+        if base is not None:
+            group.held[f"{base}/{name}"] = os.open(f"{base}/{name}", flags | os.O_CLOEXEC)
 
 
 def is_of(group: str, owner: str) -> bool:

@@ -72,7 +72,9 @@ class Capabilities:
     memory_snapshot: bool = False
     gpu: bool = False
     programs: bool = True  # runs any program of its root; else only what the driver maps
-    host_template: bool = True  # takes the ``host`` template; else only one with a disk or an image of its own
+    host_template: bool = (
+        True  # takes the ``host`` template; else only one with a disk or an image of its own
+    )
     network: tuple[str, ...] = ("none",)
 
 
@@ -173,11 +175,14 @@ class CgroupPlace:
     The agent is put into ``agent``; it puts every workload process into ``work`` through descriptors
     opened by the host. Empty tuples: no cgroup here, limits are polled.
     ``v2_fd_path``: folder for CLONE_INTO_CGROUP where the hierarchy is v2.
+    ``opened``: of some of these paths a descriptor for moving a thread, which the node has open for as long
+    as the wall stands and nobody else closes.
     """
 
     agent: tuple[str, ...] = ()
     work: tuple[str, ...] = ()
     v2_fd_path: str | None = None
+    opened: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,12 @@ it has no capability, an empty bounding set and no_new_privs.
 
 from __future__ import annotations
 
+import dataclasses
 import errno as _errno
 import os
 from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 from ringfence.model.errors import HostLimit, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
@@ -151,15 +154,10 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
     # -- the plan
 
     def _plan(self, spec: StartSpec, listener: int, gate: int, opened: list[int]) -> Plan:
-        root, identity = self.context.root, spec.identity
+        security = tuple(self.context.security_steps(spec)) if self.context.root else ()
+        head, wall, program = _settled(self.context.root, spec, security)
         plan = Plan()
-        if root:
-            plan.add("USERNS", _maps(identity))
-            plan.add("PRELUDE")
-        else:
-            # All of them belong to the new user namespace, so nothing of it can be made ahead.
-            plan.add("CLONE", _NAMESPACES)
-            plan.add("MAPS", MAPS_HELPER if identity.helper else MAPS_DENY_SETGROUPS, _maps(identity))
+        plan.extend(head)
         if not spec.ephemeral:
             plan.add("KEEP")
             # Of an ephemeral wall nobody asks after its node's end.
@@ -170,41 +168,94 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
             plan.add("FD", plan.fd(descriptor), _LISTEN_FD + 1 + index)
         plan.add("UNSHARE", CLONE_NEWCGROUP)
         plan.add("HOSTNAME", spec.hostname)
-        if not root:
-            plan.add("LOOPBACK")
-        plan.extend(_root(root, spec.root, identity, spec.memory))
-        add_limits(plan, spec)
-        if root:
-            for step in self.context.security_steps(spec):
-                plan.add(*step)
-            plan.add("USERNS_ENTER")
-        plan.add("NO_NEW_PRIVS")
-        add_landlock(plan, spec)
-        separate = identity.agent_uid != identity.uid
-        kept = (AGENT_CAPABILITIES if separate else 0) | identity.capabilities
-        plan.add(
-            "BECOME",
-            identity.agent_uid,
-            identity.agent_uid if separate else identity.gid,
-            int(root or identity.helper),
-            kept,
-        )
-        if spec.ephemeral:
-            plan.add("DEATH_SIGNAL", 9)
-        plan.add("UMASK", 0o022)
-        for text in agent_arguments(spec, _LISTEN_FD, range(_LISTEN_FD + 1, _LISTEN_FD + 1 + len(work))):
-            plan.add("ARG", text)
-        for text in environment(spec):
-            plan.add("ENV", text)
+        plan.extend(wall)
+        plan.extend(program)
         plan.add("AWAIT", plan.fd(gate))
         plan.add("SECCOMP", plan.fd(self.context.filter_fd(spec.seccomp)))
         plan.add("EXEC_FD", plan.fd(self.context.agent_fd()))
         return plan
 
 
-@lru_cache(maxsize=512)
+_Steps = tuple[tuple[Any, ...], ...]
+_settled_plans: dict[tuple[Any, ...], tuple[Plan, Plan, Plan]] = {}
+_MOST_SETTLED = 512
+_OWN = ("id", "folder", "hostname", "cgroup", "env")  # of one sandbox, or looked at below
+_COMMON = attrgetter(*(f.name for f in dataclasses.fields(StartSpec) if f.name not in _OWN))
+
+
+def _settled(root: bool, spec: StartSpec, security: _Steps) -> tuple[Plan, Plan, Plan]:
+    """What of a plan is the same for every sandbox of that kind, kept: its head, the wall, the program.
+
+    The key has every wish but those that name one sandbox or its descriptors. Whatever is looked at here
+    must be in it.
+    """
+    cgroups = len(spec.cgroup.agent), len(spec.cgroup.work)
+    key = (root, security, cgroups, tuple(spec.env.items()), _COMMON(spec))
+    found = _settled_plans.get(key)
+    if found is None:
+        if len(_settled_plans) >= _MOST_SETTLED:
+            _settled_plans.clear()
+        found = _settled_plans[key] = (
+            _head(root, spec.identity),
+            _wall(root, spec, security),
+            _program(spec, cgroups[1]),
+        )
+    return found
+
+
+def _head(root: bool, identity: Identity) -> Plan:
+    plan = Plan()
+    if root:
+        plan.add("USERNS", _maps(identity))
+        plan.add("PRELUDE")
+    else:
+        # All of them belong to the new user namespace, so nothing of it can be made ahead.
+        plan.add("CLONE", _NAMESPACES)
+        plan.add("MAPS", MAPS_HELPER if identity.helper else MAPS_DENY_SETGROUPS, _maps(identity))
+    return plan
+
+
+def _wall(root: bool, spec: StartSpec, security: _Steps) -> Plan:
+    """From the root file system to the last right that is given up."""
+    identity = spec.identity
+    plan = Plan()
+    if not root:
+        plan.add("LOOPBACK")
+    plan.extend(_root(root, spec.root, identity, spec.memory))
+    add_limits(plan, spec)
+    if root:
+        for step in security:
+            plan.add(*step)
+        plan.add("USERNS_ENTER")
+    plan.add("NO_NEW_PRIVS")
+    add_landlock(plan, spec)
+    separate = identity.agent_uid != identity.uid
+    kept = (AGENT_CAPABILITIES if separate else 0) | identity.capabilities
+    plan.add(
+        "BECOME",
+        identity.agent_uid,
+        identity.agent_uid if separate else identity.gid,
+        int(root or identity.helper),
+        kept,
+    )
+    if spec.ephemeral:
+        plan.add("DEATH_SIGNAL", 9)
+    plan.add("UMASK", 0o022)
+    return plan
+
+
+def _program(spec: StartSpec, work: int) -> Plan:
+    """The agent's arguments and environment; ``work`` descriptors of the workload's cgroups."""
+    plan = Plan()
+    for text in agent_arguments(spec, _LISTEN_FD, range(_LISTEN_FD + 1, _LISTEN_FD + 1 + work)):
+        plan.add("ARG", text)
+    for text in environment(spec):
+        plan.add("ENV", text)
+    return plan
+
+
 def _root(root: bool, files: RootFs, identity: Identity, memory: int) -> Plan:
-    """Everything about the file system. Kept, since most sandboxes differ in nothing of it."""
+    """Everything about the file system."""
     plan = Plan()
     stage = f"{STAGE}/stage" if root else STAGE
     first = (identity.host_uid(0), identity.host_uid(0)) if root else (NOBODY, NOBODY)

@@ -15,7 +15,7 @@ import pytest
 
 from ringfence.node import cgroups
 from ringfence.node.cgroups import Cgroups, Group, GroupLimits
-from ringfence.node.groups import CLEAN, GroupPool
+from ringfence.node.groups import CLEAN, MOST_HELD, GroupPool
 from ringfence.runtimes.launching import freezing
 
 MIB = 1 << 20
@@ -186,6 +186,25 @@ def test_used_again_it_counts_from_zero() -> None:
     finally:
         assert eventually(lambda: pool.give_back(second))
         pool.close()
+    assert not [name for name in found.names() if name.startswith(f"test.{os.getpid()}")]
+
+
+@pytest.mark.skipif(found.mode == "v2", reason="made anew in version 2")
+def test_files_are_kept_open_of_a_few_groups_and_closed_with_them() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pool = GroupPool(found, f"test.{os.getpid()}.{time.monotonic_ns()}")
+    limit = os.sysconf("SC_OPEN_MAX") // 64
+    for _ in range(2):
+        groups = [pool.take(f"sb-{n}", LIMITS, keep=False) for n in range(MOST_HELD + 2)]
+        held = [group for group in groups if group.held]
+        assert output(groups[0], "print('in')") == ("in\n", 0)
+        for group in groups:
+            assert eventually(group.is_empty)
+            assert pool.give_back(group)
+    assert len(held) == min(MOST_HELD, limit)
+    assert set(held[0].held) >= {*held[0].place().agent, *held[0].place().work}
+    pool.close()
+    assert len(os.listdir("/proc/self/fd")) == before
     assert not [name for name in found.names() if name.startswith(f"test.{os.getpid()}")]
 
 

@@ -45,17 +45,22 @@ def add_cgroups(plan: Plan, spec: StartSpec, opened: list[int]) -> list[int]:
             plan.add("INTO_CGROUP", plan.fd(opened[-1]))
         for path in spec.cgroup.agent:
             if into is None or os.path.dirname(path) != into:
-                opened.append(_open_tasks(path))
-                plan.add("CGROUP_JOIN", plan.fd(opened[-1]))
-        work = [_open_tasks(path) for path in spec.cgroup.work]
+                plan.add("CGROUP_JOIN", plan.fd(_tasks(spec, path, opened)))
+        return [_tasks(spec, path, opened) for path in spec.cgroup.work]
     except OSError as error:
         raise StartFailed(
             f"a cgroup can't be opened: {error.filename}: {error.strerror}",
             step="cgroup_join",
             errno=str(error.errno),
         ) from error
-    opened.extend(work)
-    return work
+
+
+def _tasks(spec: StartSpec, path: str, opened: list[int]) -> int:
+    held = spec.cgroup.opened.get(path)
+    if held is not None:
+        return held
+    opened.append(_open_tasks(path))
+    return opened[-1]
 
 
 def _open_tasks(path: str) -> int:
