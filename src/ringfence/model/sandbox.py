@@ -27,7 +27,8 @@ class Owner:
 class SandboxRequest:
     """One sandbox, please. ``env`` is the default environment of its commands.
 
-    ``keep``: the sandbox outlives the process that asked (else it dies with it).
+    ``keep``: the sandbox outlives the process that asked (else it dies with it). ``secrets``: it is going to
+    hold secrets, so what is saved of it stays in its owner's project.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -37,6 +38,7 @@ class SandboxRequest:
     labels: dict[str, str] = field(default_factory=dict)
     keep: bool = False
     id: str | None = None
+    secrets: bool = False
 
 
 @dataclass(frozen=True, slots=True)

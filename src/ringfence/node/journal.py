@@ -35,11 +35,12 @@ from ringfence.model.policy import (
     Wall,
 )
 from ringfence.model.sandbox import Owner, SandboxRequest
+from ringfence.node.state import JOURNAL
 from ringfence.node.troubles import host_limit
-from ringfence.runtimes.contract import Handle
+from ringfence.runtimes.contract import Disk, Handle, RootFs
 
 VERSION = 1
-NAME = "journal"
+NAME = JOURNAL
 LARGEST = 1 << 20  # bytes: a journal is a few kilobytes; more is not one of ours
 
 INTENT, HANDLE, ENDING = "intent", "handle", "ending"
@@ -143,6 +144,31 @@ def handle_from_json(value: dict[str, Any]) -> Handle:
     return Handle(**value)
 
 
+def root_as_json(root: RootFs) -> dict[str, Any]:
+    """What the next node has to know of a root file system."""
+    return {
+        "lowers": root.lowers,
+        "writable": root.writable,
+        "disk": root.disk.kind,
+        "template": root.template,
+    }
+
+
+def root_from_json(value: dict[str, Any], request: SandboxRequest) -> RootFs:
+    """The root file system again, as far as anybody needs it of a wall that stands.
+
+    Raises:
+        KeyError, TypeError: not one.
+    """
+    return RootFs(
+        lowers=tuple(value["lowers"]),
+        binds=(),
+        disk=Disk(value.get("disk", "tmpfs"), request.policy.wall.resources.disk, 0),
+        writable=tuple(value["writable"]),
+        template=value.get("template", "host"),
+    )
+
+
 def request_as_json(request: SandboxRequest) -> dict[str, Any]:
     """A request as the journal keeps it (kept sandboxes only: it costs 0.1 ms)."""
     return asdict(request)
@@ -204,4 +230,5 @@ def request_from_json(value: dict[str, Any]) -> SandboxRequest:
         labels=value["labels"],
         keep=value["keep"],
         id=value["id"],
+        secrets=value.get("secrets", False),
     )

@@ -9,8 +9,8 @@ import inspect
 import os
 import signal
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import GuestProcess, Output, ProcessExit, ProcessSpec
@@ -18,6 +18,7 @@ from ringfence.model.errors import (
     GuestRefused,
     LinkLost,
     RingfenceError,
+    Unsupported,
     WrongState,
 )
 from ringfence.model.levels import Cause
@@ -32,6 +33,9 @@ from ringfence.runtimes.launching.processes import ProcessRef
 
 if TYPE_CHECKING:
     from ringfence.node.changes import Changes
+    from ringfence.node.resetting import Wall
+    from ringfence.node.service import Node
+    from ringfence.node.snapshots import Snapshot
 
 KILL_TIME = 5.0  # seconds for a killed wall to be gone before its driver is told to destroy it
 REDIALS = 3  # links that may be lost during one run before we believe it
@@ -124,13 +128,15 @@ class NodeSandbox:
         group: Group,
         supervisor_watched: supervising.Watched,
         *,
+        node: Node,
         journal: Journal,
         limits: dict[str, str],
         notes: tuple[str, ...],
         release: Callable[[NodeSandbox], Awaitable[None]],
         started_at: float,
     ) -> None:
-        self.id = handle.id
+        self.id = str(journal.record["id"])
+        self.node = node
         self.request = request
         self.handle = handle
         self.runtime = runtime
@@ -151,16 +157,137 @@ class NodeSandbox:
         self._linking = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._destroying: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        self._carried_cpu = 0.0  # seconds that walls before a reset took
+        self._carried_peak = 0
+        self.burying: asyncio.Task[None] | None = None  # of the wall before a reset
+        self.standby: asyncio.Task[Wall] | None = None  # the wall of the next reset
 
     @property
     def limits(self) -> dict[str, str]:
         """How each limit is enforced here (see :class:`EffectiveBoundary`)."""
         return dict(self._limits)
 
-    def watch(self) -> None:
-        """Begin to hold it to its limits."""
+    @property
+    def paused(self) -> bool:
+        """Whether it was paused, by whomever."""
+        return bool(self.journal.record.get("paused"))
+
+    @property
+    def held_secrets(self) -> bool:
+        """Whether secrets were ever bound into it: what is saved of it stays in its project."""
+        return self.request.secrets or bool(self.journal.record.get("secrets"))
+
+    def watch(self, *, limits: bool = True) -> None:
+        """Begin to hold it to its limits; without ``limits`` only to wait for its end."""
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
-        self.supervisor.start()
+        if limits:
+            self.supervisor.start()
+
+    def mark(self, key: str, value: object) -> None:
+        """Note in the journal what the next node has to know, should this one die."""
+        self.journal.append({key: value})
+
+    def check_alive(self) -> None:
+        """It is there.
+
+        Raises:
+            WrongState: it has ended.
+        """
+        if self.ended.done():
+            raise WrongState(
+                f"sandbox {self.id} has ended: {self.ended.result().cause.value}", hint="start another one"
+            )
+
+    @contextlib.asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """While something is done to it as a whole: one after the other, and not after its end."""
+        async with self._changing:
+            self.check_alive()
+            yield
+
+    # -- the sandbox as a whole
+
+    async def pause(self) -> None:
+        """Stop everything inside until :meth:`resume`. Its deadline goes on. Idempotent.
+
+        Raises:
+            Unsupported: the runtime can't.
+        """
+        async with self.changing():
+            if not self.paused:
+                self._pausable()
+                self.mark("paused", True)
+                try:
+                    await self.runtime.pause(self.handle)  # type: ignore[attr-defined]
+                except BaseException:
+                    self.mark("paused", None)
+                    raise
+
+    async def resume(self) -> None:
+        """Let it go on. Idempotent."""
+        async with self.changing():
+            if self.paused:
+                self._pausable()
+                await self.runtime.resume(self.handle)  # type: ignore[attr-defined]
+                self.mark("paused", None)
+
+    def _pausable(self) -> None:
+        from ringfence.runtimes.contract import Pausable
+
+        if not (isinstance(self.runtime, Pausable) and self.runtime.capabilities().pause):
+            raise Unsupported(
+                f"runtime {self.runtime.name} can't pause here",
+                hint="as root every runtime with cgroups can",
+                capability="pause",
+            )
+
+    async def snapshot(
+        self, name: str | None = None, *, kind: str | None = None, temporary: bool = False
+    ) -> Snapshot:
+        """Save it; see :func:`ringfence.node.saving.snapshot`."""
+        from ringfence.node import saving
+
+        return await saving.snapshot(self.node, self, name, kind=kind, temporary=temporary)
+
+    async def fork(self, count: int = 1, *, kind: str | None = None, **changes: Any) -> list[NodeSandbox]:
+        """Copies of it, each with an identity of its own; see :func:`ringfence.node.saving.fork`."""
+        from ringfence.node import saving
+
+        return await saving.fork(self.node, self, count, kind=kind, **changes)
+
+    async def reset(self, *, standby: bool = True) -> None:
+        """Begin anew from its template, under its id; see :func:`ringfence.node.resetting.reset`."""
+        from ringfence.node import resetting
+
+        await resetting.reset(self.node, self, standby=standby)
+
+    async def bind_secrets(self, secrets: Mapping[str, bytes]) -> None:
+        """Give its workload secrets, as files in ``/run/secrets``. From now on it has held secrets.
+
+        Raises:
+            GuestRefused: what can't be written, by name.
+        """
+        self.mark("secrets", True)  # before it has them
+        await (await self.link()).bind(secrets=secrets)
+
+    async def leave_wall(self) -> None:
+        """Let go of its wall, which another one will follow. What it took counts on."""
+        self._carried_cpu += self.supervisor.cpu_seconds() or 0.0
+        self._carried_peak = max(self._carried_peak, self._usage().memory_peak or 0)
+        await self._unwatch()
+
+    def enter_wall(self, handle: Handle, root: RootFs, group: Group) -> None:
+        """The wall that follows."""
+        old = self.supervisor
+        watched = old.watched
+        if watched.cpu_time is not None:
+            watched = dataclasses.replace(watched, cpu_time=max(0.0, watched.cpu_time - self._carried_cpu))
+        self.handle, self.root, self.group = handle, root, group
+        self.supervisor = Supervisor(handle, group, watched, before_kill=self._keep_upper)
+        self.supervisor.output = old.output
+        self._commands = 0
+        self.watch()
 
     # -- the wall
 
@@ -170,7 +297,7 @@ class NodeSandbox:
         Raises:
             WrongState: the wall has ended.
         """
-        self._check_alive()
+        self.check_alive()
         measured = await self.runtime.measure(self.handle)
         limits = dict(self._limits)
         missing = self.group.outside(self.handle.pid)
@@ -184,9 +311,11 @@ class NodeSandbox:
 
     def _usage(self) -> Usage:
         peak = self.group.memory_peak()
+        peak = peak if peak is not None else self.supervisor.memory_peak or None
+        taken = self.supervisor.cpu_seconds()
         return Usage(
-            cpu_seconds=self.supervisor.cpu_seconds(),
-            memory_peak=peak if peak is not None else self.supervisor.memory_peak or None,
+            cpu_seconds=None if taken is None else taken + self._carried_cpu,
+            memory_peak=max(peak or 0, self._carried_peak) or None,
             output_bytes=self.supervisor.output,
             wall_seconds=supervising.now() - self._started,
         )
@@ -361,6 +490,11 @@ class NodeSandbox:
         await asyncio.shield(self._destroying)
 
     async def _destroy(self) -> None:
+        async with self._changing:
+            await self._take_down()
+
+    async def _take_down(self) -> None:
+        await self._without_others()
         if self.request.keep:  # nobody shall adopt it any more
             self.journal.append({"state": ENDING})
         supervisor = self.supervisor
@@ -383,6 +517,20 @@ class NodeSandbox:
 
     async def detach(self) -> None:
         """Let go of a kept sandbox: it lives on, and the next node adopts it."""
+        await self._without_others()
+        await self._unwatch()
+        self.journal.close()
+
+    async def _without_others(self) -> None:
+        """Walls that a reset has left behind, or made ready, are gone."""
+        if self.standby is not None:
+            from ringfence.node import resetting
+
+            await resetting.end_standby(self.node, self)
+        if self.burying is not None:
+            await asyncio.gather(self.burying, return_exceptions=True)
+
+    async def _unwatch(self) -> None:
         self.supervisor.stop()
         if self._watcher is not None:
             self._watcher.cancel()
@@ -390,10 +538,10 @@ class NodeSandbox:
                 await self._watcher
         if self._link is not None:
             await self._link.close()
+            self._link = None
         if self._upper is not None:
             os.close(self._upper)
             self._upper = None
-        self.journal.close()
 
     async def _watch(self) -> None:
         try:
@@ -421,10 +569,6 @@ class NodeSandbox:
             return await self._verdict()
         await asyncio.wait({self.ended}, timeout=1.0)
         return self.ended.result() if self.ended.done() else None
-
-    def _check_alive(self) -> None:
-        if self.ended.done():
-            raise WrongState(f"sandbox {self.id} has ended: {self.ended.result().cause.value}")
 
 
 async def _feed(process: NodeProcess, stdin: bytes | AsyncIterable[bytes]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -19,22 +20,29 @@ from ringfence.model.errors import (
 from ringfence.model.ids import new_id
 from ringfence.model.policy import Policy
 from ringfence.model.sandbox import SandboxRequest
-from ringfence.node import cgroups, disks, identities, requests, supervising
+from ringfence.node import cgroups, disks, identities, requests, specs, supervising
 from ringfence.node.groups import GroupPool
-from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json
+from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json, root_as_json
+from ringfence.node.notes import notes
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.selecting import Rejected, candidates, none_left
 from ringfence.node.state import StateRoot
-from ringfence.node.supervising import Watched
 from ringfence.node.templates import HostTemplate
 from ringfence.runtimes.context import RuntimeContext, privileged
-from ringfence.runtimes.contract import Capabilities, Disk, Handle, Probe, RootFs, Runtime, StartSpec
+from ringfence.runtimes.contract import (
+    Disk,
+    Handle,
+    Probe,
+    RootFs,
+    Runtime,
+)
 from ringfence.runtimes.launching.processes import birth_of, boot_id
 
 if TYPE_CHECKING:
     from ringfence.node.fittings import EngineRoot, ImageRoot, ImageTemplates
+    from ringfence.node.restoring import Saved
+    from ringfence.node.snapshots import SnapshotStore
 
-WORKSPACE = "/workspace"  # where commands start unless the template says otherwise
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
 
@@ -80,6 +88,7 @@ class Node:
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
         self._launcher_ref: list[int] | None = None
+        self._snapshots: SnapshotStore | None = None
         self._creating = 0
         self._created = asyncio.Event()  # set when no create is under way
         self._created.set()
@@ -111,6 +120,15 @@ class Node:
         await self.close()
 
     @property
+    def snapshots(self) -> SnapshotStore:
+        """Saved sandboxes."""
+        if self._snapshots is None:
+            from ringfence.node.snapshots import SnapshotStore
+
+            self._snapshots = SnapshotStore(self.state, root=self.root)
+        return self._snapshots
+
+    @property
     def images(self) -> ImageTemplates:
         """Templates other than the host's own."""
         if self._images is None:
@@ -128,7 +146,7 @@ class Node:
                 self._context = await RuntimeContext.open(root=self.root)
             return self._context
 
-    async def _launcher(self) -> list[int]:
+    async def launcher(self) -> list[int]:
         """Pid and birth of our launcher: below it lives what we started and never heard of, should we die."""
         pid = (await self.context()).launcher.pid
         if self._launcher_ref is None or self._launcher_ref[0] != pid:
@@ -215,6 +233,46 @@ class Node:
             StartFailed: the wall could not be built; step and errno are in the details.
             HostLimit: the host lacks something; the hint says what to do.
         """
+        self._check(request)
+        self._creating += 1
+        self._created.clear()
+        try:
+            return await self._create_best(request)
+        finally:
+            self._creating -= 1
+            if not self._creating:
+                self._created.set()
+
+    async def restore(self, name: str, request: SandboxRequest | None = None, **changes: Any) -> NodeSandbox:
+        """Start a sandbox from a snapshot, any number of times; each has an identity of its own.
+
+        Args:
+            name: of the snapshot, or its id. request: must have the wall that was saved; by default the saved
+            sandbox's own request. changes: fields of that default request to replace: ``owner``, ``keep``,
+            ``labels``, ``env``, ``id``.
+
+        Raises:
+            NotFound: no such snapshot. InvalidRequest: it is damaged, or foreign: of another wall, machine or
+            version; the message says what. What :meth:`create` raises.
+        """
+        from ringfence.node import restoring
+
+        saved, request = await restoring.prepare(self, name, request, changes)
+        return await self.create_from(saved, request)
+
+    async def create_from(self, saved: Saved, request: SandboxRequest) -> NodeSandbox:
+        """As :meth:`create`, from a snapshot that was looked at."""
+        self._check(request)
+        self._creating += 1
+        self._created.clear()
+        try:
+            return await self._create(saved.runtime, request, [], saved)
+        finally:
+            self._creating -= 1
+            if not self._creating:
+                self._created.set()
+
+    def _check(self, request: SandboxRequest) -> None:
         if self._closed:
             raise HostLimit("this node is closed", hint="open a new one")
         requests.check(request)
@@ -225,14 +283,6 @@ class Node:
                 hint="run as a normal user, or give the container CAP_SYS_ADMIN",
             )
         disks.choose(request.policy.wall.resources, root=self.root)
-        self._creating += 1
-        self._created.clear()
-        try:
-            return await self._create_best(request)
-        finally:
-            self._creating -= 1
-            if not self._creating:
-                self._created.set()
 
     async def _create_best(self, request: SandboxRequest) -> NodeSandbox:
         context = await self.context()
@@ -257,11 +307,11 @@ class Node:
         raise none_left(request, rejected)
 
     async def _create(
-        self, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected]
+        self, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected], saved: Saved | None = None
     ) -> NodeSandbox:
         made = _Made(request.id or new_id("sb"))
         try:
-            sandbox = await self._make(made, runtime, request, rejected)
+            sandbox = await self._make(made, runtime, request, rejected, saved)
             if self._closed:
                 raise HostLimit("this node was closed meanwhile", hint="open a new one")
         except BaseException:
@@ -275,7 +325,12 @@ class Node:
         return sandbox
 
     async def _make(
-        self, made: _Made, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected]
+        self,
+        made: _Made,
+        runtime: Runtime,
+        request: SandboxRequest,
+        rejected: list[Rejected],
+        saved: Saved | None,
     ) -> NodeSandbox:
         policy = request.policy
         size, process = policy.wall.resources, policy.wall.process
@@ -291,7 +346,7 @@ class Node:
             "boot": self.boot,
             "runtime": runtime.name,
             "keep": request.keep,
-            "launcher": await self._launcher(),
+            "launcher": await self.launcher(),
             "range": made.range,
             "started": started,
             "deadline": deadline,
@@ -299,57 +354,38 @@ class Node:
         }
         if request.keep:
             record["request"] = request_as_json(request)
-        made.journal = Journal.begin(folder, record)
-        # Some kernels in user space need several of the host's tasks for one process of the workload.
-        driver = getattr(runtime, "driver", runtime)
-        tasks = process.max_processes * int(getattr(driver, "tasks_per_process", 1))
-        enforce = cgroups.GroupLimits(size.memory, size.cpus, tasks)
-        made.group = self.groups.take(made.name, enforce, keep=request.keep)
-        disk = disks.prepare(self.state, folder, size, root=self.root)
-        root = template.root(policy.wall.filesystem, process.user, disk, folder)
-        if made.range is None:
-            identity = identities.identity_as_user(process.user, single=self.cgroups.mode in ("v1", "hybrid"))
+        if saved is None:
+            made.journal = Journal.begin(folder, record)
         else:
-            identity = identities.identity_as_root(made.range, process.user)
-            if request.keep:
-                self.ranges.assign(made.range, made.name)
-        made.handle = await runtime.start(
-            StartSpec(
-                id=made.name,
-                folder=str(folder),
-                hostname=made.name,
-                root=root,
-                identity=identity,
-                cgroup=made.group.place(),
-                max_processes=process.max_processes,
-                max_open_files=process.max_open_files,
-                env=dict(root.env) | request.env,
-                network=policy.door.network.mode,
-                seccomp=process.seccomp,
-                ephemeral=not request.keep,
-                memory=size.memory,
-                cpus=size.cpus,
-                host_functions=process.host_functions,
-                workdir=root.workdir or WORKSPACE,
-                gpus=size.gpus,
-            )
-        )
+            with saved.noting():
+                made.journal = Journal.begin(folder, record | saved.record())
+        made.group = self.groups.take(made.name, specs.group_limits(runtime, request), keep=request.keep)
+        disk = disks.prepare(self.state, folder, size, root=self.root)
+        root = self.root_fs(request, disk, folder, template)
+        if saved is not None:
+            root = saved.root(root, folder)
+        identity = specs.identity(self, made.range, process.user)
+        if made.range is not None and request.keep:
+            self.ranges.assign(made.range, made.name)
+        spec = specs.start_spec(made.name, folder, request, root, identity, made.group)
+        made.handle = await (runtime.start(spec) if saved is None else saved.start(runtime, spec))
         change: dict[str, Any] = {"state": HANDLE, "handle": handle_as_json(made.handle)}
         if request.keep:
-            change["root"] = {"lowers": root.lowers, "writable": root.writable, "disk": disk.kind}
+            change["root"] = root_as_json(root)
         made.journal.append(change)
         has = runtime.capabilities()
-        limits = self._limits(request, disk, has)
+        limits = specs.limits_of(self, request, disk, has)
         return NodeSandbox(
             runtime,
             request,
             made.handle,
             root,
             made.group,
-            self._watched(request, deadline, limits),
+            specs.watched(request, deadline, limits),
             journal=made.journal,
             limits=limits,
-            notes=self._notes(request, rejected, has),
+            notes=notes(self, request, rejected, has),
+            node=self,
             release=self._release,
             started_at=started,
         )
@@ -364,6 +400,18 @@ class Node:
             return self.template
         return self.images.prepare(request.template)
 
+    def root_fs(
+        self,
+        request: SandboxRequest,
+        disk: Disk,
+        folder: Path,
+        template: HostTemplate | ImageRoot | EngineRoot | None = None,
+    ) -> RootFs:
+        """The root file system of a request's template."""
+        wall = request.policy.wall
+        template = template or self.template_of(request)
+        return template.root(wall.filesystem, wall.process.user, disk, folder)
+
     async def _undo(self, made: _Made, runtime: Runtime) -> None:
         """Take back what a failed start had made, last first. The folder stays if something won't die."""
         if made.handle is not None:
@@ -371,7 +419,7 @@ class Node:
                 await runtime.destroy(made.handle)
         if made.group is not None:
             made.group.kill()
-            await _until_removed(made.group)
+            await self.until_removed(made.group)
         if made.journal is not None:
             made.journal.close()
         if made.range is not None:
@@ -380,49 +428,6 @@ class Node:
         if made.folder is not None:
             self.state.give_folder(made.folder)
 
-    def _limits(self, request: SandboxRequest, disk: Disk, has: Capabilities) -> dict[str, str]:
-        enforced = self.cgroups.enforced()
-        if request.policy.wall.process.cpu_time is None:
-            enforced["cpu_time"] = "none"
-        return {
-            **enforced,
-            "disk": disk.kind if has.disk_limit else "none",
-            "output": "host",
-            "deadline": "host",
-        }
-
-    def _watched(self, request: SandboxRequest, deadline: float, limits: dict[str, str]) -> Watched:
-        policy = request.policy
-        return Watched(
-            deadline=deadline,
-            timeout=policy.door.limits.timeout,
-            output=policy.door.limits.output,
-            cpu_time=policy.wall.process.cpu_time,
-            memory=policy.wall.resources.memory if limits["memory"] == "polled" else None,
-        )
-
-    def _notes(self, request: SandboxRequest, rejected: list[Rejected], has: Capabilities) -> tuple[str, ...]:
-        notes = [f"not {r.name}: {r.reason}" for r in rejected]
-        if self.cgroups.reason:
-            remedy = f" ({self.cgroups.remedy})" if self.cgroups.remedy else ""
-            notes.append(f"cgroups: {self.cgroups.reason}{remedy}")
-        limits = self.cgroups.enforced()
-        if limits["memory"] == "polled":
-            notes.append(
-                "memory is looked at ten times a second: a fast eater may go over its limit for that long"
-            )
-        if limits["cpu"] == "none":
-            notes.append("no CPU share: the sandbox may use every processor")
-        if limits["pids"] == "rlimit":
-            notes.append("processes are limited by RLIMIT_NPROC, which counts by user, not by sandbox")
-        if not self.root:
-            notes.append("rootless: no disk images; files on mounts belong to you")
-        if request.policy.door.limits.idle is not None:
-            notes.append("the idle limit is not enforced yet")
-        if request.policy.wall.filesystem.root == "overlay" and not has.overlay:
-            notes.append("no overlay: only the writable folders can be written")
-        return tuple(notes)
-
     async def _release(self, sandbox: NodeSandbox) -> None:
         """The wall is gone: give back everything else, the folder last."""
         self._sandboxes.pop(sandbox.id, None)
@@ -430,13 +435,11 @@ class Node:
             self._forget(sandbox)
             return
         # Dying processes keep a group busy for a moment; nobody has to wait for that but close().
-        task = asyncio.get_running_loop().create_task(self._release_later(sandbox))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self.later(self._release_later(sandbox))
 
     async def _release_later(self, sandbox: NodeSandbox) -> None:
         sandbox.group.kill()
-        await _until_removed(sandbox.group)
+        await self.until_removed(sandbox.group)
         self._forget(sandbox)
 
     def _forget(self, sandbox: NodeSandbox) -> None:
@@ -446,6 +449,15 @@ class Node:
             self.ranges.give_back(number)
             self.ranges.release(number, sandbox.id)  # of a kept one; before the folder, which tells of it
         self.state.give_folder(sandbox.journal.folder)
+        if name := sandbox.journal.record.get("snapshot"):
+            self.snapshots.drop(str(name))
+
+    def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something that nobody waits for but :meth:`close`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     def sandboxes(self) -> list[NodeSandbox]:
         """Sandboxes that this node holds: made or adopted here and not destroyed."""
@@ -489,20 +501,37 @@ class Node:
     ) -> NodeSandbox:
         """A living kept sandbox from its journal."""
         has = runtime.capabilities()
-        limits = self._limits(request, root.disk, has)
+        limits = specs.limits_of(self, request, root.disk, has)
         return NodeSandbox(
             runtime,
             request,
             handle,
             root,
-            self.cgroups.group(handle.id),
-            self._watched(request, float(journal.record["deadline"]), limits),
+            self.cgroups.group(str(journal.record.get("group") or journal.record["id"])),
+            specs.watched(request, float(journal.record["deadline"]), limits),
             journal=journal,
             limits=limits,
-            notes=self._notes(request, [], has),
+            notes=notes(self, request, [], has),
+            node=self,
             release=self._release,
             started_at=float(journal.record["started"]),
         )
+
+    async def until_removed(self, group: cgroups.Group) -> None:
+        """Return when the group is gone, however long its processes take to die.
+
+        Raises:
+            HostLimit: they don't.
+        """
+        deadline = time.monotonic() + CLEAN_TIME
+        delay = 0.001
+        while not group.remove():
+            if time.monotonic() > deadline:
+                raise HostLimit(
+                    f"cgroup {group.name} stays busy", hint=f"its processes: {group.processes()[:10]}"
+                )
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 0.05)
 
     async def close(self) -> None:
         """Destroy what is not kept, let go of what is, wait for the cleaning. Idempotent."""
@@ -527,15 +556,3 @@ class Node:
         self.state.close(leave=bool(kept or failed))
         if failed:
             raise failed[0]
-
-
-async def _until_removed(group: cgroups.Group) -> None:
-    deadline = time.monotonic() + CLEAN_TIME
-    delay = 0.001
-    while not group.remove():
-        if time.monotonic() > deadline:
-            raise HostLimit(
-                f"cgroup {group.name} stays busy", hint=f"its processes: {group.processes()[:10]}"
-            )
-        await asyncio.sleep(delay)
-        delay = min(delay * 2, 0.05)

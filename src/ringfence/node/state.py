@@ -8,7 +8,8 @@
       ranges/                0700  leases of host uid ranges: symlinks to the leaseholder's name
       nodes/                 0700  one locked file per living node process
       sandboxes/<id>/        0711  journal, guest.sock, disk image
-      spare/                 0700  empty folders: what was a sandbox's will be one's again
+      snapshots/             0711  saved sandboxes (``node.snapshots``)
+      spare/                 0700  emptied folders: what was a sandbox's will be one's again
 
 Several node processes share one state root. Each holds an exclusive lock (flock) on its own file in
 ``nodes/`` for as long as it lives; the kernel gives the lock back when it is killed, however it is
@@ -29,6 +30,7 @@ import fcntl
 import itertools
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from ringfence.model.errors import HostLimit, InvalidRequest
@@ -42,6 +44,7 @@ _FOLDERS = {
     "ranges": 0o700,
     "nodes": 0o700,
     "sandboxes": 0o711,
+    "snapshots": 0o711,
     "spare": 0o700,
 }
 _MOST_SPARE = 64
@@ -73,6 +76,7 @@ class StateRoot:
         self.disks = path / "disks"
         self.ranges = path / "ranges"
         self.nodes = path / "nodes"
+        self.snapshots = path / "snapshots"
         self.spare = path / "spare"
         self._spare: list[str] = []
         self._lock = lock
@@ -169,6 +173,24 @@ class StateRoot:
             if lock is not None:
                 found[name] = lock
         return found
+
+    def is_dead(self, name: str) -> bool:
+        """Whether the node of that name is dead; also if nobody knows it."""
+        lock = _try_lock(self.nodes / name) if name else None
+        if lock is not None:
+            os.close(lock)
+            return True
+        return not self.knows(name)
+
+    @contextlib.contextmanager
+    def burying(self, name: str) -> Iterator[bool]:
+        """While something of that node is taken over: True if it is dead, and nobody else does so now."""
+        lock = _try_lock(self.nodes / name) if name else None
+        try:
+            yield lock is not None or not self.knows(name)
+        finally:
+            if lock is not None:
+                os.close(lock)
 
     def has_orphans(self) -> bool:
         """Whether there are sandboxes although no node but this one, which is just opening, is known."""

@@ -24,9 +24,10 @@ from ringfence.node.journal import (
     handle_from_json,
     read,
     request_from_json,
+    root_from_json,
 )
 from ringfence.node.sandboxes import NodeSandbox
-from ringfence.runtimes.contract import Disk, Handle, RootFs
+from ringfence.runtimes.contract import Handle, Pausable
 from ringfence.runtimes.launching.processes import ProcessRef
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
         node.ranges.sweep(owner)
         _sweep_files(node, owner)
         node.state.bury(owner, lock)
+    node.snapshots.collect()
     if failures:
         raise failures[0]
     return adopted
@@ -96,7 +98,7 @@ def _lives_on(node: Node, journal: Journal) -> bool:
     """A kept sandbox that nobody has to touch: alive, and before its deadline."""
     try:
         handle = handle_from_json(journal.record["handle"])
-        return _alive(handle) and supervising.now() < float(journal.record["deadline"])
+        return alive(handle) and supervising.now() < float(journal.record["deadline"])
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -107,14 +109,8 @@ async def _adopt(node: Node, journal: Journal) -> NodeSandbox | None:
     try:
         handle = handle_from_json(record["handle"])
         request = request_from_json(record["request"])
-        root = record["root"]
-        root_fs = RootFs(
-            lowers=tuple(root["lowers"]),
-            binds=(),
-            disk=Disk(root.get("disk", "tmpfs"), request.policy.wall.resources.disk, 0),
-            writable=tuple(root["writable"]),
-        )
-        if not _alive(handle):
+        root_fs = root_from_json(record["root"], request)
+        if not alive(handle):
             return None
         runtime = await node.runtime(handle.runtime)
         if not await runtime.recover(handle):
@@ -123,22 +119,59 @@ async def _adopt(node: Node, journal: Journal) -> NodeSandbox | None:
         return None
     journal.append({"owner": node.state.owner})
     sandbox = node.adoption(runtime, request, handle, root_fs, journal)
+    try:
+        await rouse(node, sandbox)
+    except RingfenceError:
+        return None
     node.adopted(sandbox)
     return sandbox
 
 
-def _alive(handle: Handle) -> bool:
+async def rouse(node: Node, sandbox: NodeSandbox) -> None:
+    """Wake a sandbox whose node died while it was saved; bury walls that a reset of it left."""
+    record = sandbox.journal.record
+    if record.get("walls"):
+        from ringfence.node import resetting
+
+        await resetting.bury_left(node, sandbox)
+    if not record.get("saving"):
+        return
+    driver = getattr(sandbox.runtime, "driver", sandbox.runtime)
+    if hasattr(driver, "rouse"):
+        await driver.rouse(sandbox.handle)
+    elif isinstance(sandbox.runtime, Pausable) and not sandbox.paused:
+        await sandbox.runtime.resume(sandbox.handle)
+    sandbox.mark("saving", None)
+
+
+def alive(handle: Handle) -> bool:
+    """Whether the wall's first process lives."""
     return ProcessRef(handle.pid, handle.birth, handle.boot_id).alive()
 
 
 async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -> None:
     """Take down whatever a dead node's sandbox still has: processes, mounts, devices, cgroups, folder."""
+    walls = record.get("walls")
+    for other in walls.values() if isinstance(walls, dict) else ():  # of a reset: of before, or standing by
+        if isinstance(other, dict):
+            await _remove_wall(node, name, {**record, **other})
+    await _remove_wall(node, name, record)
+    _unmount(folder)
+    for device in disks.loop_devices(folder):
+        disks.detach(device)
+    number = record.get("range")
+    if isinstance(number, int):
+        node.ranges.release(number, name)
+    node.state.give_folder(folder)
+
+
+async def _remove_wall(node: Node, name: str, record: dict[str, Any]) -> None:
     handle: Handle | None = None
     same_boot = record.get("boot") == node.boot
     with contextlib.suppress(KeyError, TypeError):
         handle = handle_from_json(record["handle"])
     if SANDBOX_ID.fullmatch(name):
-        group = node.cgroups.group(name)
+        group = node.cgroups.group(str(record.get("group") or name))
         if same_boot:
             group.kill()
             if handle is not None and handle.boot_id == node.boot:
@@ -151,15 +184,8 @@ async def _remove(node: Node, name: str, folder: Path, record: dict[str, Any]) -
                     await runtime.recover(handle)
                     await runtime.destroy(handle)
         await _wait_removed(group)
-        if handle is not None and _alive(handle):
+        if handle is not None and alive(handle):
             raise HostLimit(f"sandbox {name} of a dead node does not die", hint=f"see process {handle.pid}")
-    _unmount(folder)
-    for device in disks.loop_devices(folder):
-        disks.detach(device)
-    number = record.get("range")
-    if isinstance(number, int):
-        node.ranges.release(number, name)
-    node.state.give_folder(folder)
 
 
 def _groups_of(node: Node, dead: dict[str, int]) -> list[Group]:
@@ -247,8 +273,8 @@ def _sweep_groups(node: Node) -> None:
     harms nothing, if anything lives there after all.
     """
     for name in node.cgroups.names():
-        if SANDBOX_ID.fullmatch(name):
-            if (node.state.sandboxes / name).exists() or not _old_group(name):
+        if found := SANDBOX_ID.match(name):  # a number follows where it was reset
+            if (node.state.sandboxes / found[0]).exists() or not _old_group(name):
                 continue
         elif not _dead_owner(name, node.boot):
             continue
@@ -275,10 +301,10 @@ def _old_group(name: str) -> bool:
 
 
 def _sweep_files(node: Node, dead: str) -> None:
-    """Half-made templates and images of a dead node."""
+    """Half-made templates, images and snapshots of a dead node."""
     import shutil
 
-    for parent in (node.state.templates, node.state.disks):
+    for parent in (node.state.templates, node.state.disks, node.state.snapshots):
         for name in os.listdir(parent):
             if not name.startswith(".") or not name.endswith(dead):
                 continue

@@ -158,9 +158,10 @@ class GvisorRuntime(ForeignRuntime):
                 "a copy of a saved wall can't be given a GPU", hint="start it afresh", capability="gpu"
             )
         await asyncio.to_thread(images.check, folder, data, await self._version(), spec)
-        layered = replace(
-            spec, root=replace(spec.root, lowers=(os.path.join(folder, images.UPPER), *spec.root.lowers))
-        )
+        own = images.own_layers(spec)
+        others = (lower for lower in spec.root.lowers if lower not in own)
+        lowers = (*own, os.path.join(folder, images.UPPER), *others)
+        layered = replace(spec, root=replace(spec.root, lowers=lowers))
         fitting = images.fitting(spec)
         if not data["memory"]:
             return await self._begin(layered, sandboxes.running(spec.id), fitting=fitting)
@@ -174,6 +175,19 @@ class GvisorRuntime(ForeignRuntime):
             await self.destroy(handle)
             raise
         return handle
+
+    async def rouse(self, handle: Handle) -> None:
+        """Let a wall go on whose snapshot nobody finishes any more: it may stand still, its agent may sleep.
+
+        Raises:
+            HostLimit: it does not wake.
+        """
+        from ringfence.runtimes.gvisor_parts import images
+
+        program, monitor = str(self.program), int(handle.data["monitor"])
+        with contextlib.suppress(HostLimit):  # it stands still only if we were killed at that moment
+            await images.call(program, monitor, "resume", handle.id)
+        await self._woken(handle, program, monitor)
 
     async def _woken(self, handle: Handle, program: str, monitor: int) -> None:
         """Wake the agent that slept through a snapshot; return when it listens again."""

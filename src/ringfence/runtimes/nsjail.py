@@ -63,6 +63,7 @@ class NsjailRuntime(ForeignRuntime):
             recover=True,
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
+            disk_snapshot=True,
         )
 
     def find(self) -> str | None:

@@ -36,6 +36,7 @@ def test_folders_have_the_modes_they_need(root: Path) -> None:
         "ranges": 0o700,
         "nodes": 0o700,
         "sandboxes": 0o711,
+        "snapshots": 0o711,
         "spare": 0o700,
     }
 

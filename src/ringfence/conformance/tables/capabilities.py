@@ -21,9 +21,10 @@ _JAIL = Capabilities(
     recover=True,
     disk_limit=True,
     pause=True,
+    disk_snapshot=True,
     network=("none",),
 )
-_BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False)
+_BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, disk_snapshot=False)
 # runsc makes its own user namespaces only where more than one id can be mapped: left to root.
 _GVISOR = replace(_JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True, gpu=True)
 _WASM = replace(_JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False)

@@ -149,6 +149,7 @@ def describe(folder: str, version: str, spec: Mapping[str, Any], *, memory: bool
         "runsc": version,
         "machine": os.uname().machine,
         "memory": memory,
+        "checked": [MEMORY],  # by us, before each restore
         "files": {name: _digest(os.path.join(place, name)) for name in names},
         **spec,
     }
@@ -198,10 +199,19 @@ def fitting(spec: StartSpec) -> dict[str, Any]:
     return {
         "user": spec.identity.uid,
         # Mount points of the policy's mounts are in a layer of the sandbox's own folder.
-        "lowers": [lower.replace(f"{spec.folder}/", "./", 1) for lower in spec.root.lowers],
+        "lowers": [
+            lower.replace(f"{spec.folder}/", "./", 1)
+            for lower in spec.root.lowers
+            if lower not in own_layers(spec)
+        ],
         "binds": [[bind.source, bind.target, bind.read_only] for bind in spec.root.binds],
         "readonly": spec.root.readonly,
     }
+
+
+def own_layers(spec: StartSpec) -> tuple[str, ...]:
+    """Layers that lie over what was saved: what no two copies share."""
+    return tuple(lower for lower in spec.root.lowers if lower == os.path.join(spec.folder, "identity"))
 
 
 def _digest(path: str) -> str:

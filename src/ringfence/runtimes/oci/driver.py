@@ -40,6 +40,7 @@ class OciRuntime(ForeignRuntime):
             recover=True,
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
+            disk_snapshot=True,
             gpu=self.context.root,  # device nodes are made anew for the wall
         )
 

@@ -113,6 +113,7 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
             recover=True,
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
+            disk_snapshot=True,
             programs=False,
         )
 
