@@ -87,6 +87,7 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
             recover=True,
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
+            disk_snapshot=True,
         )
 
     async def probe(self) -> Probe:
