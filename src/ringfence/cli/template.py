@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringfence.cli import template_build
 from ringfence.cli.output import note, print_json, printable, safe, table
 from ringfence.cli.parsing import Parser, add_json
 from ringfence.model.errors import InvalidRequest
@@ -78,7 +79,7 @@ def reporter(options: argparse.Namespace) -> Callable[[str], None]:
     if options.json or options.quiet:
         return lambda line: None
     if not sys.stderr.isatty():
-        return lambda line: note(printable(line))
+        return lambda line: note(printable(line)) if line else None
 
     def say(line: str) -> None:
         print(f"\r\033[K{printable(line)[:200]}", end="" if line else "\r", file=sys.stderr, flush=True)
@@ -359,6 +360,7 @@ VERBS: dict[
     tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]],
 ] = {
     "add": ("add a template from an image, an archive or a Debian suite", _add_options, _add),
+    "build": ("build a template from a definition, in sandboxes", template_build.configure, template_build.main),
     "ls": ("list the templates that are here", _ls_options, _ls),
     "show": ("show a template's configuration, layers and origin", _show_options, _show),
     "rm": ("remove names, and what nothing needs then", _rm_options, _rm),

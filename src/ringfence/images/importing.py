@@ -17,6 +17,7 @@ from ringfence.images.store import TemplateStore
 from ringfence.images.troubles import host_limit
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.values import dataclass
+from ringfence.runtimes.context import privileged
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +233,6 @@ class _Import:
             base_made_at=made_at,
             architecture=architecture,
         )
+        if not privileged() and len(layers) > reused:
+            self._notes.append("as a normal user you own every file of a template, whoever owned it there")
         return Added(template, reused, tuple(dict.fromkeys(self._notes)))

@@ -117,15 +117,17 @@ class _Gzip:
 
     def read(self, size: int) -> bytes:
         while not self._ended:
-            if not self._input:
-                self._input = self._stream.read(_CHUNK)
-                if not self._input:
-                    raise _cut_off("gzip")
             try:
+                # Also without input: what did not fit into the last answer may still be inside.
                 data = self._engine.decompress(self._input, size)
             except zlib.error as error:
                 raise _damaged("gzip", str(error)) from None
             self._input = self._engine.unconsumed_tail
+            if not data and not self._input and not self._engine.eof:
+                self._input = self._stream.read(_CHUNK)
+                if not self._input:
+                    raise _cut_off("gzip")
+                continue
             if self._engine.eof:
                 self._input = self._engine.unused_data or self._stream.read(_CHUNK)
                 # Zeros after the last member are padding.

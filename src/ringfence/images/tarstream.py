@@ -64,7 +64,9 @@ class TarReader:
             InvalidRequest: not a tar, damaged, cut off, or something in it that is refused.
         """
         while True:
-            self._skip(self._left + self._padding)
+            self._skip(self._left)
+            # Some writers leave out the padding of the last entry, as they do with the end mark.
+            self._skip(self._padding, whole=False)
             self._left = self._padding = 0
             entry = self._next()
             if entry is None:
@@ -107,7 +109,7 @@ class TarReader:
         self.offset += size
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _skip(self, size: int) -> None:
+    def _skip(self, size: int, *, whole: bool = True) -> None:
         skip = getattr(self._stream, "skip", None)
         if skip is not None and size > _CHUNK:
             if not skip(size):
@@ -117,7 +119,9 @@ class TarReader:
         while size:
             data = self._stream.read(min(size, _CHUNK))
             if not data:
-                raise _cut_off()
+                if whole:
+                    raise _cut_off()
+                return
             size -= len(data)
             self.offset += len(data)
 

@@ -20,20 +20,32 @@ from collections.abc import Iterator
 
 from ringfence.model.errors import GuestError, RingfenceError, RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
-from ringfence.runtimes.context import RuntimeContext
+from ringfence.runtimes.context import STAGE, RuntimeContext
 from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.guestargs import agent_arguments, environment
 from ringfence.runtimes.launching.launcher import Child
-from ringfence.runtimes.launching.plan import Plan
+from ringfence.runtimes.launching.plan import (
+    BIND_READONLY,
+    CLONE_NEWNS,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_RDONLY,
+    NOBODY,
+    Plan,
+)
 from ringfence.runtimes.launching.processes import readable
 from ringfence.runtimes.launching.steps import MASKED, add_cgroups, add_limits
 
 START_TIMEOUT = 10.0  # seconds until the agent behind bwrap must answer
 _LISTEN, _ARGS, _SECCOMP, _INFO, _AGENT, _CGROUPS = 3, 4, 5, 6, 7, 8
 _MOST_TEXT = 4096  # bytes of bwrap's own messages
+_STAGE = f"{STAGE}/stage"
+_MERGED = f"{_STAGE}/root"
+_MOST_APART = 3  # layers: the host's and a template of one layer, each with the sandbox's own mount points
 _SMALLEST = 64 << 10  # bytes of a writable folder
 # (first version that is not affected, first that is, number)
 _VULNERABILITIES = (
@@ -191,6 +203,10 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
     def _plan(self, spec: StartSpec, listener: int, info: int, words: int, opened: list[int]) -> Plan:
         assert self.program is not None
         plan = Plan()
+        # Taking folders apart makes a mount of every file in them, and bwrap reads its mounts for each.
+        merged = self.context.root and len(spec.root.lowers) > _MOST_APART
+        if merged:
+            _add_merged(plan, spec.root.lowers)
         if not spec.ephemeral:
             plan.add("KEEP")
         plan.add("EXIT_FILE", os.path.join(spec.folder, EXIT_FILE))
@@ -199,7 +215,8 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
         command = [f"/proc/self/fd/{_AGENT}", *list(agent_arguments(spec, _LISTEN, numbers))[1:]]
         arguments = os.memfd_create("bwrap-arguments", os.MFD_CLOEXEC)
         opened.append(arguments)
-        os.write(arguments, b"".join(os.fsencode(word) + b"\0" for word in self._arguments(spec)))
+        words_of = self._arguments(spec, _MERGED if merged else "")
+        os.write(arguments, b"".join(os.fsencode(word) + b"\0" for word in words_of))
         os.lseek(arguments, 0, os.SEEK_SET)
         # A description of its own: bwrap reads the filter from the file's position.
         filter_fd = os.open(
@@ -232,7 +249,7 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
         plan.add("EXEC", self.program)
         return plan
 
-    def _arguments(self, spec: StartSpec) -> Iterator[str]:
+    def _arguments(self, spec: StartSpec, merged: str = "") -> Iterator[str]:
         identity, files = spec.identity, spec.root
         yield from ("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts")
         yield from ("--unshare-cgroup-try", "--disable-userns", "--new-session", "--as-pid-1")
@@ -240,7 +257,7 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
             yield "--die-with-parent"
         yield from ("--uid", str(identity.uid), "--gid", str(identity.gid), "--hostname", spec.hostname)
         yield from ("--seccomp", str(_SECCOMP), "--info-fd", str(_INFO))
-        yield from _entries(files.lowers, "")
+        yield from _entries(files.lowers, "", merged)
         for bind in files.binds:
             yield from ("--ro-bind" if bind.read_only else "--bind", bind.source, bind.target)
         yield from ("--proc", "/proc", "--dev", "/dev")
@@ -286,25 +303,65 @@ def _writable(files: RootFs) -> list[tuple[str, int, str]]:
     ]
 
 
-def _entries(lowers: tuple[str, ...], path: str) -> Iterator[str]:
-    """The merged lower layers as binds and symlinks; folders that are in several layers are taken apart."""
-    found: dict[str, list[str]] = {}
+def _entries(lowers: tuple[str, ...], path: str, merged: str = "") -> Iterator[str]:
+    """The merged lower layers as binds and symlinks; folders that are in several layers are taken apart.
+
+    ``merged``: a folder where all of them are mounted already, so that nothing has to be taken apart.
+    """
+    for name, (info, layers) in sorted(_merge(lowers, path).items()):
+        source, target = f"{merged or layers[0]}{path}/{name}", f"{path}/{name}"
+        if stat.S_ISLNK(info.st_mode):
+            yield from ("--symlink", os.readlink(f"{layers[0]}{path}/{name}"), target)
+        elif target in ("/proc", "/dev", "/sys", "/.ringfence"):
+            yield from ("--perms", "0755", "--dir", target)
+        elif len(layers) > 1 and not merged:
+            yield from ("--perms", f"{info.st_mode & 0o7777:04o}", "--dir", target)
+            yield from _entries(tuple(layers), target)
+        else:
+            yield from ("--ro-bind", source, target)
+
+
+def _merge(lowers: tuple[str, ...], path: str) -> dict[str, tuple[os.stat_result, list[str]]]:
+    """What overlay would show in a folder: each name with what is on top, and the layers it comes from."""
+    found: dict[str, tuple[os.stat_result, list[str]]] = {}
+    hidden: set[str] = set()
     for lower in lowers:
         with contextlib.suppress(FileNotFoundError), os.scandir(lower + path) as entries:
             for entry in entries:
-                found.setdefault(entry.name, []).append(lower)
-    for name, layers in sorted(found.items()):
-        source, target = f"{layers[0]}{path}/{name}", f"{path}/{name}"
-        info = os.lstat(source)
-        if stat.S_ISLNK(info.st_mode):
-            yield from ("--symlink", os.readlink(source), target)
-        elif len(layers) > 1 and stat.S_ISDIR(info.st_mode):
-            yield from ("--perms", f"{info.st_mode & 0o7777:04o}", "--dir", target)
-            yield from _entries(tuple(layers), target)
-        elif target in ("/proc", "/dev", "/sys", "/.ringfence"):
-            yield from ("--perms", "0755", "--dir", target)
-        else:
-            yield from ("--ro-bind", source, target)
+                if entry.name in hidden:
+                    continue
+                info = entry.stat(follow_symlinks=False)
+                folder = stat.S_ISDIR(info.st_mode)
+                if not folder or _is_opaque(entry.path):
+                    hidden.add(entry.name)
+                if stat.S_ISCHR(info.st_mode) and info.st_rdev == 0:
+                    continue  # a whiteout
+                if entry.name not in found:
+                    found[entry.name] = (info, [lower])
+                elif folder:
+                    found[entry.name][1].append(lower)
+    return found
+
+
+def _is_opaque(folder: str) -> bool:
+    for name in ("trusted.overlay.opaque", "user.overlay.opaque"):
+        with contextlib.suppress(OSError):
+            if os.getxattr(folder, name, follow_symlinks=False) == b"y":
+                return True
+    return False
+
+
+def _add_merged(plan: Plan, lowers: tuple[str, ...]) -> None:
+    """Mount all layers at ``_MERGED``, in a mount namespace that only bwrap sees."""
+    plan.add("CLONE", CLONE_NEWNS)
+    quiet = MS_NOSUID | MS_NODEV
+    plan.add("MOUNT", "ringfence", _STAGE, "tmpfs", quiet | MS_NOEXEC, "mode=0711,size=1m")
+    for index, lower in enumerate(lowers):
+        plan.add("MKDIR", f"{_STAGE}/l{index}", 0o700, NOBODY, NOBODY)
+        plan.add("BIND", os.path.realpath(lower), f"{_STAGE}/l{index}", BIND_READONLY)
+    plan.add("MKDIR", _MERGED, 0o711, NOBODY, NOBODY)
+    layers = ":".join(f"{_STAGE}/l{index}" for index in range(len(lowers)))
+    plan.add("MOUNT", "root", _MERGED, "overlay", quiet | MS_RDONLY, f"lowerdir={layers}")
 
 
 def _judged(spec: StartSpec) -> dict[str, int]:

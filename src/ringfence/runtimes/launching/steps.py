@@ -34,6 +34,7 @@ SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not g
 BYTES_PER_INODE = 8192  # of /dev/shm, as of a sandbox's disk
 SECRETS_SIZE = 1 << 20
 MOST_SECRETS = 1024
+_MOST_PATHS = 6  # layers whose paths are given to overlay as they are
 
 
 def add_cgroups(plan: Plan, spec: StartSpec, opened: list[int]) -> list[int]:
@@ -122,13 +123,16 @@ def add_overlay(plan: Plan, files: RootFs, identity: Identity, disk: str, at: st
     plan.add("MKDIR", f"{disk}/work", 0o700, NOBODY, NOBODY)
     plan.add("MKDIR", at, 0o700, NOBODY, NOBODY)
     lowers = []
+    # All options of a mount have to fit into one page.
+    few = not root and len(files.lowers) <= _MOST_PATHS
     for index, lower in enumerate(files.lowers):
-        if not root:
+        if few:
             lowers.append(escaped(lower))
             continue
         plan.add("MKDIR", f"{disk}/l{index}", 0o700, NOBODY, NOBODY)
         # Real paths only: the launcher follows no links. Layers are the node's own, so nobody swaps them.
-        plan.add("BIND", os.path.realpath(lower), f"{disk}/l{index}", BIND_READONLY | BIND_IDMAP)
+        flags = BIND_READONLY | (BIND_IDMAP if root else 0)
+        plan.add("BIND", os.path.realpath(lower), f"{disk}/l{index}", flags)
         lowers.append(f"{disk}/l{index}")
     options = f"lowerdir={':'.join(lowers)},upperdir={disk}/upper,workdir={disk}/work"
     plan.add("MOUNT", "root", at, "overlay", MS_NOSUID | MS_NODEV, options + ("" if root else ",userxattr"))
