@@ -12,6 +12,7 @@
     ├── RuntimeUnavailable         no healthy runtime meets the request (says which, why, remedy)
     ├── StartFailed                a wall could not be started; carries the step and errno
     ├── HostLimit                  the host lacks what is needed (disk full, no cgroup, no user namespaces)
+    ├── BuildFailed                a command of a template's definition failed; carries line and instruction
     ├── DeadlineExceeded           an operation of Ringfence itself took too long
     └── GuestError                 the guest agent, or the link to it, failed
         ├── LinkLost               the byte stream ended; the sandbox may live on: dial again
@@ -97,6 +98,16 @@ class HostLimit(RingfenceError):
     """The host lacks what is needed: disk full, no writable cgroup, no user namespaces."""
 
     code = "host_limit"
+
+
+class BuildFailed(RingfenceError):
+    """A command that a template's definition runs has failed: its own fault, not Ringfence's.
+
+    ``details`` has ``file``, ``line``, ``instruction``, ``cause``, ``exit_code`` and ``output`` (its end).
+    """
+
+    code = "build_failed"
+    exit_code = 1
 
 
 class DeadlineExceeded(RingfenceError):
