@@ -22,6 +22,17 @@
 
 static int work_fd = -1, program_fd = -1, filter_fd = -1;
 
+/* Out of the way of the numbers that the agent is told. */
+static int open_high(const char *path, int flags)
+{
+    int fd = open(path, flags | O_CLOEXEC), high = fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 64);
+    int error = errno;
+    if (fd >= 0)
+        close(fd);
+    errno = error;
+    return high;
+}
+
 /* Before any namespace is left: what the agent is given. */
 void cgroup_make(void)
 {
@@ -45,11 +56,11 @@ void cgroup_make(void)
     if (!read_file("/cgroup/ringfence/pids.max", found, sizeof found) ||
         !read_file("/cgroup/ringfence/memory.max", found, sizeof found))
         die("cgroup", "limits");
-    work_fd = open("/cgroup/ringfence/cgroup.procs", O_WRONLY | O_CLOEXEC);
-    program_fd = open("/agent", O_RDONLY | O_CLOEXEC);
+    work_fd = open_high("/cgroup/ringfence/cgroup.procs", O_WRONLY);
+    program_fd = open_high("/agent", O_RDONLY);
     if (work_fd < 0 || program_fd < 0)
         die("agent", work_fd < 0 ? "cgroup" : "program");
-    filter_fd = open("/filter", O_RDONLY | O_CLOEXEC);
+    filter_fd = open_high("/filter", O_RDONLY);
     if (filter_fd < 0 && errno != ENOENT)
         die("agent", "filter");
 }
@@ -87,12 +98,8 @@ static uint64_t permitted_now(void)
 
 static void place(int fd, int number)
 {
-    if (fd < 0)
-        return;
-    int high = fcntl(fd, F_DUPFD_CLOEXEC, 64);
-    if (high < 0 || dup2(high, number) < 0)
+    if (fd >= 0 && dup2(fd, number) < 0)
         die("agent", "descriptors");
-    close(high);
 }
 
 static void set_limits(void)
@@ -112,7 +119,6 @@ _Noreturn void agent_become(void)
     uint64_t all = permitted_now(), keep = settings.capabilities;
     place(filter_fd, FILTER_FD);
     place(work_fd, CGROUP_FD);
-    program_fd = fcntl(program_fd, F_DUPFD_CLOEXEC, 64);
     write_file("/proc/self/oom_score_adj", "-900"); /* the workload's processes are taken before it */
     for (int number = 0; number < 3; number++) {
         int null = open("/dev/null", O_RDWR);
