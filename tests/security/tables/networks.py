@@ -20,7 +20,7 @@ _SOCKETS = {
     "high-family": ("denied:EPERM", _NET),
     "netfilter": ("denied:EPERM", PLAIN),
     "xfrm": ("denied:EPERM", NoControl("this kernel is built without IPsec")),
-    "audit": ("denied:EPERM", PLAIN),
+    "audit": ("denied:EPROTONOSUPPORT", PLAIN),
     "uevent": ("denied:EPERM", PLAIN),
     "vsock": ("denied:EPERM", PLAIN),
     "alg": ("denied:EPERM", NoControl("this kernel is built without the family")),

@@ -42,7 +42,11 @@ _INTERNET = Switch(
     1, [(_STREAM, _STREAM, _STREAM_PROTOCOL), (_DGRAM, _DGRAM, _DGRAM_PROTOCOL)], EPERM, _TYPE_MASK
 )
 _LOCAL = only(1, (_STREAM, _DGRAM, _SEQPACKET), ALLOW, EPERM, _TYPE_MASK)
-_ROUTE = only(1, (_DGRAM, _RAW), only(2, (0,), ALLOW, EPERM), EPERM, _TYPE_MASK)
+# libaudit (in useradd, su, sshd, cron) takes this errno for a kernel without auditing, and gives up at EPERM.
+_AUDIT = 9
+_ROUTE = only(
+    1, (_DGRAM, _RAW), Switch(2, [(0, 0, ALLOW), (_AUDIT, _AUDIT, EPROTONOSUPPORT)], EPERM), EPERM, _TYPE_MASK
+)
 
 # <linux/prctl.h>. Options that are about the process itself and need no privilege. Left out: SET_MM (35),
 # task perf events (31, 32), MPX (43, 44), IO_FLUSHER (57, 58), SCHED_CORE (62) and memory merging (67, 68),
@@ -71,7 +75,8 @@ GUARDS = [
     Guard(
         "socket",
         "AF_UNIX (stream, datagram, seqpacket); AF_INET and AF_INET6 (TCP and UDP; other protocols "
-        "EPROTONOSUPPORT); AF_NETLINK for routes only; every other family or type EPERM",
+        "EPROTONOSUPPORT); AF_NETLINK for routes only (audit EPROTONOSUPPORT); every other family or "
+        "type EPERM",
         "Raw and packet sockets forge and read traffic; vsock reaches the hypervisor; AF_ALG, bluetooth, "
         "CAN, TIPC and the like are rarely used kernel code with a long record of holes. Netlink routes "
         "are read by getifaddrs (Node, Go, Java, `ip addr`); changing them needs a capability that nobody "
