@@ -1,4 +1,4 @@
-"""``ringfence list``: sandboxes that ``run --keep`` left."""
+"""``ringfence sandbox ls``, also known as ``ringfence list``: sandboxes that ``run --keep`` left."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import time
 from typing import Any
 
 from ringfence.cli.output import print_json, safe, table
-from ringfence.cli.parsing import Parser, add_json
+from ringfence.cli.parsing import add_json
 
 
-def configure(parser: Parser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = (
-        "List sandboxes that were kept (`ringfence run --keep`) and whose starter has gone.\n"
+        "List sandboxes that were kept (`ringfence run --keep`).\n"
         "One that has passed its deadline, or died, is removed by looking."
     )
-    parser.epilog = "examples:\n  ringfence list\n  ringfence list --json | jq -r '.sandboxes[].id'"
+    parser.epilog = (
+        "examples:\n  ringfence sandbox ls\n  ringfence sandbox ls --json | jq -r '.sandboxes[].id'"
+    )
     add_json(parser)
 
 
@@ -34,36 +36,25 @@ def main(options: argparse.Namespace) -> int:
             (
                 s["id"],
                 s["runtime"],
+                s["state"],
                 safe(s["labels"].get("name", "")),
-                _clock(s["started_at"]),
-                _clock(s["deadline"]),
+                clock(s["started_at"]),
+                clock(s["deadline"]),
             )
             for s in found
         ]
-        table(("id", "runtime", "name", "started", "deadline"), rows)
+        table(("id", "runtime", "state", "name", "started", "deadline"), rows)
     return 0
 
 
 async def _kept() -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
+    from ringfence.node import kept
     from ringfence.node.service import Node
 
-    async with await Node.open() as node:
-        return [
-            {
-                "id": sandbox.id,
-                "runtime": sandbox.handle.runtime,
-                "labels": sandbox.request.labels,
-                "owner": asdict(sandbox.request.owner),
-                "started_at": sandbox.started_at,
-                "deadline": sandbox.deadline,
-                "usage": asdict(await sandbox.usage()),
-            }
-            for sandbox in node.sandboxes()
-            if not sandbox.ended.done()
-        ]
+    async with await Node.open(adopt=False) as node:
+        return [found for name in kept.names(node) if (found := kept.look(node, name)) is not None]
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Local time, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -21,8 +21,10 @@ COMMANDS = {
     "bench": ("bench", "measure speed and memory beside other tools"),
     "conformance": ("conformance", "run the shipped test suite on the runtimes of this machine"),
     "template": ("template", "root file systems for sandboxes: add, list, show, remove"),
-    "list": ("listing", "sandboxes that were kept"),
-    "stop": ("stopping", "end kept sandboxes and remove what is theirs"),
+    "sandbox": ("sandbox", "kept sandboxes: exec, snapshot, restore, fork, reset, pause, remove"),
+    "snapshot": ("snapshot", "saved sandboxes: list, check, remove"),
+    "list": ("listing", "sandboxes that were kept; the same as `sandbox ls`"),
+    "stop": ("stopping", "end kept sandboxes and remove what is theirs; the same as `sandbox rm`"),
     "completion": ("completion", "print the completion script for bash, zsh or tcsh"),
     "version": ("version", "print the version"),
 }

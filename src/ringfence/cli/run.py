@@ -78,6 +78,8 @@ def _import_asyncio(*, digests: bool) -> Any:
 class Run:
     """One run, from the request to the last line printed."""
 
+    process_id: str | None = MAIN
+
     def __init__(
         self,
         options: argparse.Namespace,
@@ -132,6 +134,10 @@ class Run:
             if self.source is not None:
                 self.source.close()
 
+    async def end(self, grace: float) -> None:
+        """We are told to end: the sandbox goes, and the command with it."""
+        await self.sandbox.stop(grace)
+
     async def _in_sandbox(self, node: Any) -> int:
         self.sandbox = sandbox = await node.create(self.request)
         kept = False
@@ -168,7 +174,7 @@ class Run:
         spec = ProcessSpec(
             argv=self.argv,
             cwd=options.workdir,
-            id=MAIN,
+            id=self.process_id,
             pty=options.interactive,
             stdin=True,
             rows=rows,

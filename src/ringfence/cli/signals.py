@@ -45,16 +45,16 @@ class Signals:
         elif self.interrupts == 1:
             self._forward(signal.SIGINT)
         else:
-            self.run.errand(self.run.sandbox.stop(0))
+            self.run.errand(self.run.end(0))
 
     def _stop(self, number: int) -> None:
         if self.run.process is None:
             self._give_up(number)
         elif self.ending:
-            self.run.errand(self.run.sandbox.stop(0))
+            self.run.errand(self.run.end(0))
         else:
             self.ending = number
-            self.run.errand(self.run.sandbox.stop(GRACE))
+            self.run.errand(self.run.end(GRACE))
 
     def _give_up(self, number: int) -> None:
         """No command to tell it to (not yet, or not any more): we are what is interrupted."""

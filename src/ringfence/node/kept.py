@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import NotFound, RingfenceError, WrongState
@@ -43,9 +45,41 @@ def holder(node: Node, record: dict[str, Any]) -> int | None:
     return None
 
 
-def state(record: dict[str, Any]) -> str:
-    """``running`` or ``paused``."""
-    return "paused" if record.get("paused") else "running"
+def look(node: Node, name: str) -> dict[str, Any] | None:
+    """What is known of a kept sandbox without asking it, JSON-able; None if it is gone.
+
+    id, runtime, state (running, paused), labels, owner, template, snapshot (that it lies over),
+    policy_digest, started_at and deadline (seconds since the epoch), holder (a pid), usage (``output_bytes``
+    is known to its holder alone).
+    """
+    journal = Journal.load(node.state.sandboxes / name)
+    if journal is None or not _stands(node, journal.record):
+        return None
+    record = journal.record
+    try:
+        request = request_from_json(record["request"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    group = node.cgroups.group(str(record.get("group") or name))
+    return {
+        "id": name,
+        "runtime": record["runtime"],
+        "state": "paused" if record.get("paused") else "running",
+        "labels": request.labels,
+        "owner": asdict(request.owner),
+        "template": request.template,
+        "snapshot": record.get("snapshot"),
+        "policy_digest": request.policy.wall.digest(),
+        "started_at": record["started"],
+        "deadline": record["started"] + request.policy.door.limits.timeout,
+        "holder": holder(node, record),
+        "usage": {
+            "cpu_seconds": group.cpu_seconds(),
+            "memory_peak": group.memory_peak(),
+            "output_bytes": None,
+            "wall_seconds": max(0.0, time.time() - record["started"]),
+        },
+    }
 
 
 async def visit(node: Node, name: str) -> NodeSandbox:
