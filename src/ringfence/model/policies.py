@@ -195,6 +195,7 @@ def to_dict(policy: Policy) -> dict[str, Any]:
         "idle": limits.idle,
         "onIdle": limits.on_idle,
         "output": limits.output,
+        "maxTemplateAge": limits.max_template_age,
     }
     result["network"] = {
         "mode": door.network.mode,

@@ -94,12 +94,17 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Ends that the host sets. Seconds and bytes."""
+    """Ends that the host sets. Seconds and bytes.
+
+    ``max_template_age``: of the template's base since it was last taken from its source; an older one is
+    refused at the start. The ``host`` template has no age.
+    """
 
     timeout: float = 30 * 60
     idle: float | None = None
     on_idle: Literal["pause", "stop"] = "pause"
     output: int = 10 * MIB
+    max_template_age: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

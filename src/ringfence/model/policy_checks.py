@@ -190,6 +190,8 @@ def _limits(limits: Limits) -> Iterator[Problem]:
     if limits.idle is not None:
         yield from _between("limits.idle", limits.idle, 1, 365 * DAY, _duration)
     yield from _between("limits.output", limits.output, 1, TIB, _size)
+    if limits.max_template_age is not None:
+        yield from _between("limits.maxTemplateAge", limits.max_template_age, 1, 3650 * DAY, _duration)
 
 
 def _network(network: Network) -> Iterator[Problem]:

@@ -260,6 +260,7 @@ _LIMITS: dict[str, _Field] = {
     "idle": ("idle", Reader.duration),
     "onIdle": ("on_idle", _one_of("pause", "stop")),
     "output": ("output", Reader.size),
+    "maxTemplateAge": ("max_template_age", Reader.duration),
 }
 _NETWORK: dict[str, _Field] = {
     "mode": ("mode", _one_of("none", "egress", "open")),

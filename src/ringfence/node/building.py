@@ -50,6 +50,7 @@ _NO_NETWORK = (
     b"getaddrinfo", b"failed to establish a new connection", b"unable to resolve host", b"bad address",
     b"unable to connect", b"connection refused",
 )  # fmt: skip
+_ACCOUNTS = frozenset((b"etc/passwd", b"etc/group", b"etc/passwd-", b"etc/group-"))
 _Result = TypeVar("_Result")
 
 
@@ -337,8 +338,8 @@ class _Build:
         try:
             yield made.digest
         finally:
-            with contextlib.suppress(RingfenceError, OSError):
-                self._store.remove(made.digest)
+            with contextlib.suppress(OSError), self._store.exclusive():
+                self._store.drop(made.digest)
             fittings = self._store.private / "fittings"
             for entry in os.listdir(fittings):
                 if entry.startswith(made.digest.removeprefix("sha256:")):
@@ -448,9 +449,9 @@ class _Fittings:
 
     def without(self, path: bytes, data: bytes) -> bytes:
         """The content of a file of /etc that a step changed, without our lines."""
-        if path not in (b"etc/passwd", b"etc/group") or self._below is None:
+        if path not in _ACCOUNTS or self._below is None:
             return data
-        had = set((self._below.read("/" + os.fsdecode(path)) or b"").splitlines())
+        had = set((self._below.read("/" + os.fsdecode(path.rstrip(b"-"))) or b"").splitlines())
         lines = data.splitlines(keepends=True)
         return b"".join(line for line in lines if line.rstrip(b"\n") in had or not _is_ours(line))
 

@@ -68,16 +68,22 @@ class ImageTemplates:
             self._store = TemplateStore.open(self._folder)
         return self._store
 
-    def prepare(self, name: str) -> ImageRoot | EngineRoot:
-        """The template of a name, found.
+    def prepare(self, name: str, oldest: float | None = None) -> ImageRoot | EngineRoot:
+        """The template of a name, found. ``oldest``: seconds that its base may be old.
 
         Raises:
             NotFound: no such template; the hint has those of similar names.
-            InvalidRequest, WrongState, HostLimit: see ``TemplateStore.resolve``.
+            WrongState: it is too old, or its record is damaged.
+            InvalidRequest, HostLimit: see ``TemplateStore.resolve``.
         """
         if name.startswith(ENGINE):
             return EngineRoot(name)
-        return ImageRoot(self.store, self.store.resolve(name))
+        template = self.store.resolve(name)
+        if oldest is not None:
+            from ringfence.images.refreshing import check_age
+
+            check_age(template, oldest)
+        return ImageRoot(self.store, template)
 
     def close(self) -> None:
         """Let go of the store."""

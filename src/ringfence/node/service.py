@@ -237,11 +237,26 @@ class Node:
         self._creating += 1
         self._created.clear()
         try:
-            return await self._create_best(request)
+            sandbox = await self._create_best(request)
         finally:
             self._creating -= 1
             if not self._creating:
                 self._created.set()
+        if sandbox.root.template.startswith("sha256:"):
+            await self._bring_up(sandbox)
+        return sandbox
+
+    async def _bring_up(self, sandbox: NodeSandbox) -> None:
+        """Start what the template starts with its sandboxes; without it there is no sandbox."""
+        try:
+            template = self.images.store.resolve(sandbox.root.template)
+            if template.config.start or template.config.ready:
+                from ringfence.node.starting import bring_up
+
+                await bring_up(sandbox, template.config, sandbox.request.template)
+        except BaseException:
+            await sandbox.destroy()
+            raise
 
     async def restore(self, name: str, request: SandboxRequest | None = None, **changes: Any) -> NodeSandbox:
         """Start a sandbox from a snapshot, any number of times; each has an identity of its own.
@@ -398,7 +413,7 @@ class Node:
         """
         if request.template == self.template.digest:
             return self.template
-        return self.images.prepare(request.template)
+        return self.images.prepare(request.template, request.policy.door.limits.max_template_age)
 
     def root_fs(
         self,

@@ -88,6 +88,7 @@ limits = st.builds(
     timeout=times,
     idle=st.none() | times,
     on_idle=st.sampled_from(["pause", "stop"]),
+    max_template_age=st.none() | times,
     output=st.integers(1, 2**40),
 )
 doors = st.builds(Door, limits, networks, st.builds(Audit, st.booleans(), st.booleans()))

@@ -100,7 +100,7 @@ filesystem:
     - /srv/b:/b:rw
 process: {user: 0}
 resources: {size: large, cpus: 0.5, memory: 64M}
-limits: {timeout: 90, onIdle: stop}
+limits: {timeout: 90, onIdle: stop, maxTemplateAge: 30d}
 network: {mode: open, record: bodies}
 audit: {files: true, network: false}
 """
@@ -120,7 +120,7 @@ audit: {files: true, network: false}
         Resources(0.5, 64 * MIB, 32 * MIB),
     )
     assert policy.door == Door(
-        Limits(90.0, on_idle="stop"), Network("open", record="bodies"), Audit(True, False)
+        Limits(90.0, on_idle="stop", max_template_age=30 * 86400.0), Network("open", record="bodies"), Audit(True, False)
     )
 
 
@@ -184,6 +184,8 @@ MISTAKES = [
     ("limits: {timeout: true}", 3, "limits.timeout", "True where a duration belongs", "unit"),
     ("limits: {timeout: " + "9" * 400 + "s}", 3, "limits.timeout", "too large", "30s"),
     ("limits: {idle: 10ms}", 3, "limits.idle", "10ms is out of range", "1s"),
+    ("limits: {maxTemplateAge: 0}", 3, "limits.maxTemplateAge", "out of range", "3650d"),
+    ("limits: {maxTemplateAge: old}", 3, "limits.maxTemplateAge", "'old' is not a duration", "30s"),
     ("limits: {output: 0}", 3, "limits.output", "out of range", "1B to 1TiB"),
     ("process: {user: 60001}", 3, "process.user", "60001 is out of range", "0 to 60000"),
     ("process: {user: -1}", 3, "process.user", "-1 is out of range", "0 to 60000"),
