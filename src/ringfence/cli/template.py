@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringfence.cli import template_build
+from ringfence.cli import template_build, template_scan
 from ringfence.cli.output import note, print_json, printable, safe, table
 from ringfence.cli.parsing import Parser, add_json
 from ringfence.model.errors import InvalidRequest
@@ -364,5 +364,6 @@ VERBS: dict[
     "ls": ("list the templates that are here", _ls_options, _ls),
     "show": ("show a template's configuration, layers and origin", _show_options, _show),
     "rm": ("remove names, and what nothing needs then", _rm_options, _rm),
+    "scan": ("list a template's packages, and run a scanner on them", template_scan.configure, template_scan.main),
     "gc": ("remove what nothing needs, and shrink caches to a budget", _gc_options, _gc),
 }
