@@ -37,6 +37,11 @@ wanted() {
 	runc=runc
 	crun=crun
 	node=nodejs
+	skopeo=skopeo
+	umoci=umoci
+	mmdebstrap=mmdebstrap
+	zstd=zstd
+	docker-registry=docker-registry
 	LIST
     [ "$MODE" != fuzz ] || echo clang=clang
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-VERSION = "4"  # raise when what is made changes
+VERSION = "5"  # raise when what is made changes
 
 
 def need(*programs: str) -> None:
@@ -27,11 +27,10 @@ def need(*programs: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
-def folder() -> Path:
-    """Where made images lie: shared by sessions, of this user alone."""
-    place = Path(tempfile.gettempdir()) / f"ringfence-test-images-{os.geteuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    return place
+# Shared by sessions. A session as a normal user is told where root's are, and reads them.
+FOLDER = Path(
+    os.environ.get("RINGFENCE_TEST_IMAGES") or f"{tempfile.gettempdir()}/ringfence-test-images-{os.geteuid()}"
+)
 
 
 def busybox() -> Path:
@@ -75,13 +74,17 @@ def zstd_layout() -> Path:
 
 
 def _once(name: str, make: object) -> Path:
-    place = folder() / f"{VERSION}-{name}"
-    with open(folder() / f".{name}.lock", "w") as lock:
+    place = FOLDER / f"{VERSION}-{name}"
+    if place.exists():
+        return place
+    FOLDER.mkdir(mode=0o755, exist_ok=True)
+    with open(FOLDER / f".{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # sessions at the same time
         if not place.exists():
-            aside = folder() / f".new-{name}"
+            aside = FOLDER / f".new-{name}"
             _remove(aside)
             make(aside)  # type: ignore[operator]
+            call("chmod", "-R", "a+rX", aside)
             os.rename(aside, place)
     return place
 

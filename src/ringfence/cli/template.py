@@ -123,6 +123,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--package", action="append", default=[], metavar="NAME", help="install this package too"
     )
+    group.add_argument(
+        "--variant",
+        choices=("minbase", "apt", "essential", "extract"),
+        default="minbase",
+        help="how much of Debian (default: minbase; extract: the packages' files only, nothing is set up)",
+    )
     group.add_argument("--mirror", metavar="URL", default="", help="where packages come from")
     add_quiet(parser)
 
@@ -179,6 +185,7 @@ def import_options(options: argparse.Namespace) -> Any:
         authfile=options.authfile,
         packages=tuple(options.package),
         mirror=options.mirror,
+        variant=options.variant,
     )
 
 
@@ -360,10 +367,18 @@ VERBS: dict[
     tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]],
 ] = {
     "add": ("add a template from an image, an archive or a Debian suite", _add_options, _add),
-    "build": ("build a template from a definition, in sandboxes", template_build.configure, template_build.main),
+    "build": (
+        "build a template from a definition, in sandboxes",
+        template_build.configure,
+        template_build.main,
+    ),
     "ls": ("list the templates that are here", _ls_options, _ls),
     "show": ("show a template's configuration, layers and origin", _show_options, _show),
     "rm": ("remove names, and what nothing needs then", _rm_options, _rm),
-    "scan": ("list a template's packages, and run a scanner on them", template_scan.configure, template_scan.main),
+    "scan": (
+        "list a template's packages, and run a scanner on them",
+        template_scan.configure,
+        template_scan.main,
+    ),
     "gc": ("remove what nothing needs, and shrink caches to a budget", _gc_options, _gc),
 }

@@ -17,6 +17,7 @@ from ringfence.images.manifests import machine
 from ringfence.model.errors import HostLimit, InvalidRequest, RuntimeUnavailable
 
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(?::[a-z0-9]+)?", re.ASCII)
+VARIANTS = ("minbase", "apt", "essential", "extract")
 _MOST_WORDS = 64 << 10  # bytes of what mmdebstrap said that are kept
 
 
@@ -61,10 +62,16 @@ class Built:
 
 @contextlib.contextmanager
 def build(
-    suite: str, *, packages: tuple[str, ...] = (), mirror: str = "", epoch: int | None = None
+    suite: str,
+    *,
+    packages: tuple[str, ...] = (),
+    mirror: str = "",
+    epoch: int | None = None,
+    variant: str = "minbase",
 ) -> Iterator[Built]:
     """Run mmdebstrap for a minimal Debian with some packages on top.
 
+    ``variant``: how much of Debian, in mmdebstrap's words (``VARIANTS``).
     ``epoch``: no file is younger than that (SOURCE_DATE_EPOCH): two builds from the same mirror are the same
     to the byte. Default: the environment's SOURCE_DATE_EPOCH, else the start of this day.
 
@@ -86,7 +93,7 @@ def build(
     if epoch is None:
         epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time() // 86400 * 86400)
     argv = [
-        program, "--quiet", "--variant=minbase", "--format=tar", f"--architectures={machine()}",
+        program, "--quiet", f"--variant={variant}", "--format=tar", f"--architectures={machine()}",
         *([f"--include={','.join(packages)}"] if packages else []),
         *(["--mode=unshare"] if os.geteuid() else ["--mode=root"]),
         '--aptopt=Acquire::Languages "none"', suite, "-",

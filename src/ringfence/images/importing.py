@@ -26,7 +26,7 @@ class ImportOptions:
 
     ``start`` and ``ready`` become the template's. ``insecure``: a registry by plain HTTP, or with a
     certificate that nobody vouches for. ``authfile``: credentials in the form of Docker's ``config.json``.
-    ``packages``, ``mirror`` and ``epoch`` (seconds: no file is younger) are for ``debian:``.
+    ``packages``, ``mirror``, ``epoch`` (seconds: no file is younger) and ``variant`` are for ``debian:``.
     """
 
     name: str = ""
@@ -38,6 +38,7 @@ class ImportOptions:
     packages: tuple[str, ...] = ()
     mirror: str = ""
     epoch: int | None = None
+    variant: str = "minbase"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,11 @@ class _Import:
         options = self._options
         self._say(f"making {self._reference.text}: Debian's packages are fetched and unpacked")
         with debian.build(
-            self._reference.place, packages=options.packages, mirror=options.mirror, epoch=options.epoch
+            self._reference.place,
+            packages=options.packages,
+            mirror=options.mirror,
+            epoch=options.epoch,
+            variant=options.variant,
         ) as built:
             layer = self._layer(built, "", "", "the root file system", 0)
             built.check()

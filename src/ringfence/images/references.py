@@ -85,6 +85,11 @@ def registry_reference(text: str) -> str:
         registry, path = None, f"{registry}/{path}"
     if registry is None:
         registry = DEFAULT_REGISTRY
+        if path != path.lower():
+            raise InvalidRequest(
+                f"{text!r} names no image in a registry: its name has capital letters",
+                hint="as in oci:docker.io/library/debian:bookworm",
+            )
     if registry == DEFAULT_REGISTRY and "/" not in path:
         path = f"library/{path}"
     tag = found["tag"] or ("" if found["digest"] else LATEST)
