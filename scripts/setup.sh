@@ -42,6 +42,7 @@ wanted() {
 	mmdebstrap=mmdebstrap
 	zstd=zstd
 	docker-registry=docker-registry
+	htpasswd=apache2-utils
 	LIST
     [ "$MODE" != fuzz ] || echo clang=clang
 }

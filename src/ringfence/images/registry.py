@@ -1,7 +1,7 @@
 """Fetching an image from a registry into a folder in OCI's layout, with skopeo.
 
-The seam for credentials, mirrors and the list of allowed registries: they come as arguments, and nothing is
-fetched but through :func:`fetch`.
+Credentials, mirrors and the list of allowed registries are those of ``images.registries``; nothing is fetched
+but through :func:`fetch`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from ringfence.images import registries
 from ringfence.images.manifests import machine
 from ringfence.model.errors import HostLimit, InvalidRequest, NotFound, RuntimeUnavailable
 
@@ -26,7 +27,8 @@ def fetch(
     Raises:
         RuntimeUnavailable: skopeo is not here.
         NotFound: the registry has no such image.
-        InvalidRequest: no such image for this machine, or the reference makes no sense.
+        InvalidRequest: no such image for this machine, the reference makes no sense, or its registry is not
+            allowed here; then nothing was connected to.
         HostLimit: the registry can't be reached or refuses; the message has its words.
     """
     digest_file = layout.with_name(layout.name + ".digest")
@@ -35,13 +37,13 @@ def fetch(
         path, _, digest = place.partition("@")
         head, slash, name = path.rpartition("/")
         source = f"{head}{slash}{name.partition(':')[0]}@{digest}"
-    argv = [
-        program(), "--override-os", "linux", "--override-arch", machine(), "copy", "--quiet", "--all=false",
-        "--digestfile", str(digest_file), f"--src-tls-verify={'false' if insecure else 'true'}",
-        *(["--src-authfile", authfile] if authfile else ["--src-no-creds"]),
-        f"docker://{source}", f"oci:{layout}:{TAG}",
-    ]  # fmt: skip
-    _run(argv, place, timeout)
+    with registries.given(place, registries.load(), insecure=insecure, authfile=authfile) as given:
+        argv = [
+            program(), *given.before, "--override-os", "linux", "--override-arch", machine(), "copy",
+            "--quiet", "--all=false", "--digestfile", str(digest_file), *given.after,
+            f"docker://{source}", f"oci:{layout}:{TAG}",
+        ]  # fmt: skip
+        _run(argv, place, timeout, given.descriptors)
     try:
         return digest_file.read_text().strip()
     except OSError:
@@ -62,7 +64,7 @@ def program() -> str:
     return found
 
 
-def _run(argv: list[str], place: str, timeout: float) -> None:
+def _run(argv: list[str], place: str, timeout: float, descriptors: tuple[int, ...] = ()) -> None:
     try:
         done = subprocess.run(
             argv,
@@ -71,6 +73,7 @@ def _run(argv: list[str], place: str, timeout: float) -> None:
             text=True,
             errors="replace",
             timeout=timeout,
+            pass_fds=descriptors,
             env=os.environ | {"LC_ALL": "C.UTF-8"},
         )
     except subprocess.TimeoutExpired:
