@@ -27,7 +27,7 @@ and begun anew by its id."""
 EPILOG = """\
 examples:
   ringfence run --keep --name build -- sh -c 'echo 1 > state'
-  ringfence sandbox ls
+  ringfence sandbox ls             # every verb has --json and --help
   ringfence sandbox exec ID -- cat state
   ringfence sandbox snapshot ID --name ready && ringfence sandbox restore ready
   ringfence sandbox fork ID -n 3

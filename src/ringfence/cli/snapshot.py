@@ -22,7 +22,7 @@ made by
 
 EPILOG = """\
 examples:
-  ringfence snapshot ls
+  ringfence snapshot ls            # every verb has --json and --help
   ringfence snapshot show ready
   ringfence snapshot check --all
   ringfence snapshot rm ready

@@ -51,3 +51,7 @@ class TestRecovery(suites.RecoverySuite):
 
 class TestFaults(suites.FaultSuite):
     """Scripted faults."""
+
+
+class TestSnapshots(suites.SnapshotSuite):
+    """Snapshots, forks and resets."""

@@ -18,7 +18,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ringfence.model.errors import HostLimit, InvalidRequest, WrongState
@@ -308,23 +308,69 @@ class _Copy:
         return self.own.inside(info.st_uid), self.own.inside(info.st_gid)
 
 
-def underlay(base: str, layer: str, *, root: bool) -> None:
+def underlay(base: str, layer: str, below: Sequence[str], *, root: bool) -> None:
     """Put what is only in ``base`` into ``layer``, which was written over it: then ``layer`` stands alone.
 
-    Files are hard links: those of a layer never change. Both folders are ours.
+    Files are hard links: those of a layer never change. All folders are ours. ``below``: the layers under
+    ``base``, topmost first: a whiteout that hides nothing of theirs goes, since in a folder that no layer
+    below has the overlay would show it as a file.
 
     Raises:
         OSError: the disk is full, or the like.
     """
     mark = opaque_mark(root=root)
-    old, new = os.open(base, FOLDER), -1
+    opened: list[int] = []
     try:
-        new = os.open(layer, FOLDER)
+        for path in (base, layer, *below):
+            opened.append(os.open(path, FOLDER))
+        old, new, *under = opened
         _underlay(old, new, mark)
+        _prune(new, under, mark)
     finally:
-        os.close(old)
-        if new >= 0:
-            os.close(new)
+        for each in opened:
+            os.close(each)
+
+
+def _prune(here: int, below: list[int], mark: str) -> None:
+    """Remove whiteouts that hide nothing. ``below``: the same folder of the layers that show through."""
+    times = os.fstat(here)
+    for name in os.listdir(here):
+        info = os.stat(name, dir_fd=here, follow_symlinks=False)
+        if stat.S_ISCHR(info.st_mode):
+            if not _shown(name, below):
+                os.unlink(name, dir_fd=here)
+        elif stat.S_ISDIR(info.st_mode):
+            inside = os.open(name, FOLDER, dir_fd=here)
+            under: list[int] = []
+            try:
+                if attribute(inside, mark) != b"y":
+                    _under(name, below, mark, under)
+                _prune(inside, under, mark)
+            finally:
+                for each in (inside, *under):
+                    os.close(each)
+    os.utime(here, ns=(times.st_mtime_ns, times.st_mtime_ns))
+
+
+def _shown(name: str, below: list[int]) -> bool:
+    for folder in below:
+        with contextlib.suppress(OSError):
+            info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            return not (stat.S_ISCHR(info.st_mode) and info.st_rdev == 0)
+    return False
+
+
+def _under(name: str, below: list[int], mark: str, found: list[int]) -> None:
+    """Open the folders of that name that show through, down to what hides the rest."""
+    for folder in below:
+        try:
+            found.append(os.open(name, FOLDER, dir_fd=folder))
+        except FileNotFoundError:
+            continue
+        except OSError:  # no folder: a file or a whiteout
+            return
+        if attribute(found[-1], mark) == b"y":
+            return
 
 
 def _underlay(old: int, new: int, mark: str) -> None:

@@ -248,7 +248,9 @@ def _finish(node: Node, sandbox: NodeSandbox, work: Path, **known: Any) -> Snaps
         mine = next((path for path in (work / LAYER, work / WALL / "upper") if path.is_dir()), None)
         below = node.snapshots.get(str(base)).layer if base else None
         if below is not None and mine is not None:
-            layers.underlay(str(below), str(mine), root=node.root)
+            own = os.path.join(sandbox.handle.folder, restoring.IDENTITY)
+            others = [lower for lower in sandbox.root.lowers if lower not in (own, str(below))]
+            layers.underlay(str(below), str(mine), others, root=node.root)
         listing = trees.listing(str(part), root=node.root, skip=tuple(data.get("checked", ())))
         size = _size(part)
     except OSError as error:

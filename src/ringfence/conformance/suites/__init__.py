@@ -17,6 +17,7 @@ from ringfence.conformance.suites.links import LinkSuite
 from ringfence.conformance.suites.ports import PortSuite
 from ringfence.conformance.suites.processes import ProcessSuite
 from ringfence.conformance.suites.recovery import RecoverySuite
+from ringfence.conformance.suites.snapshots import SnapshotSuite
 from ringfence.conformance.suites.streams import StreamSuite
 from ringfence.conformance.suites.terminals import TerminalSuite
 
@@ -30,6 +31,7 @@ __all__ = [
     "PortSuite",
     "ProcessSuite",
     "RecoverySuite",
+    "SnapshotSuite",
     "StreamSuite",
     "TerminalSuite",
     "WatchSuite",
