@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #define NAMESPACES (CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWCGROUP)
-#define UP_TRIES 1200 /* of 50 ms: how long the system's own init may take until the agent is started anyway */
+#define UP_TRIES 4000 /* of 50 ms: how long the system's own init may take until the agent is started anyway */
 
 /* On the console, which the host reads while the machine starts. */
 _Noreturn void die(const char *step, const char *what)
@@ -43,6 +43,36 @@ static int start_agent(int port)
     }
     close(port);
     return agent;
+}
+
+static void add_text(const char *path, int flags, const char *text)
+{
+    int fd = open(path, O_WRONLY | O_CLOEXEC | O_NOFOLLOW | flags, 0644);
+    if (fd < 0)
+        return;
+    if (write(fd, text, strlen(text)) < 0) {
+        /* then the agent is started a minute later */
+    }
+    close(fd);
+}
+
+/* Has the system's own init tell when it is up: one line of an inittab, or one unit. In the system's root. */
+static void add_service(void)
+{
+    static const char *const folders[] = {"/etc/systemd", "/etc/systemd/system",
+                                          "/etc/systemd/system/multi-user.target.wants"};
+    char found[16384], text[512];
+    snprintf(text, sizeof text, "\nrfup:2345:once:/bin/sh -c ': > %s'\n", settings.up);
+    if (read_file("/etc/inittab", found, sizeof found) && strstr(found, "\nrfup:") == NULL)
+        add_text("/etc/inittab", O_APPEND, text);
+    for (unsigned i = 0; i < sizeof folders / sizeof *folders; i++)
+        mkdir(folders[i], 0755);
+    snprintf(text, sizeof text, "[Unit]\nDescription=Ringfence: the system is up\n[Service]\nType=oneshot\n"
+             "ExecStart=/bin/sh -c ': > %s'\n", settings.up);
+    add_text("/etc/systemd/system/ringfence-up.service", O_CREAT | O_TRUNC, text);
+    if (symlink("../ringfence-up.service", "/etc/systemd/system/multi-user.target.wants/ringfence-up.service") < 0) {
+        /* it is there already */
+    }
 }
 
 /* Hands the machine to the init of its own root and goes on in a child. */
@@ -83,6 +113,7 @@ static void start_system(void)
     }
     if (chdir("/root") < 0 || mount(".", "/", "", MS_MOVE, NULL) < 0 || chroot(".") < 0 || chdir("/") < 0)
         die("system", "switch root");
+    add_service();
     execve(settings.init, arguments, environment);
     die("system", settings.init);
 }

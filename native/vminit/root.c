@@ -6,6 +6,7 @@
 #include <net/if.h>
 #include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
@@ -138,6 +139,26 @@ static void mask(const char *path)
         die("mask", path);
 }
 
+/* `uid:path`: a folder of that owner, and its parents. Within the sandbox's root, wherever links lead there. */
+static void make_point(const char *text)
+{
+    char *path, part[4096];
+    unsigned uid = (unsigned)strtoul(text, &path, 10);
+    struct stat found;
+    if (*path++ != ':' || strlen(path) >= sizeof part)
+        die("point", text);
+    if (stat(path, &found) == 0)
+        return;
+    for (const char *at = strchr(path + 1, '/'); at != NULL; at = strchr(at + 1, '/')) {
+        memcpy(part, path, (size_t)(at - path));
+        part[at - path] = 0;
+        make(part, 0755);
+    }
+    make(path, 0755);
+    if (chown(path, uid, uid) < 0)
+        die("point", path);
+}
+
 /* In the agent's own namespaces. Where the machine has an init of its own, that one's mounts are shown. */
 void root_enter(void)
 {
@@ -157,6 +178,8 @@ void root_enter(void)
     for (unsigned i = 0; i < sizeof folders / sizeof *folders; i++)
         if (mkdir(folders[i], 0755) < 0 && errno != EEXIST)
             die("folder", folders[i]);
+    for (unsigned i = 0; i < settings.point_count; i++)
+        make_point(settings.points[i]);
     mount_at("proc", "/proc", QUIET, NULL);
     make_devices();
     for (unsigned i = 0; i < settings.masked_count; i++)

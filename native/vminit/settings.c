@@ -37,7 +37,7 @@ static void set(char *entry)
     NUMBER(readonly_root, bool, 10)
     LIST("module", modules, module_count) LIST("read_write", read_write, read_write_count)
     LIST("read_only", read_only, read_only_count) LIST("mask", masked, masked_count)
-    LIST("limit", limits, limit_count) LIST("arg", arguments, argument_count)
+    LIST("point", points, point_count) LIST("limit", limits, limit_count) LIST("arg", arguments, argument_count)
     LIST("env", environment, environment_count)
     die("config", entry);
 }

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from ringfence.conformance import templates
 from ringfence.conformance.plugin import who
+from ringfence.conformance.tables.capabilities import expected
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import GuestProcess, Output, ProcessExit, ProcessSpec
 from ringfence.model.levels import Level
@@ -47,18 +49,25 @@ _LIMITS = ("timeout", "output")
 def request_for(
     runtime: str, *, keep: bool = False, env: dict[str, str] | None = None, **wishes: Any
 ) -> SandboxRequest:
-    """A request for one runtime. ``wishes``: fields of Resources, Process, Limits or Filesystem by name."""
+    """A request for one runtime. ``wishes``: fields of Resources, Process, Limits or Filesystem by name.
+
+    Runtimes that can't show the host's programs get the template of ``conformance.templates``.
+    """
+    row = expected(runtime, who())
+    usual = "host" if row is None or row["host_template"] else templates.NAME
+    template = wishes.pop("template", usual)
     mounts = tuple(Mount(source, target, read_only) for source, target, read_only in wishes.pop("mounts", ()))
     filesystem = replace(Filesystem(mounts=mounts), **_take(wishes, ("root", "read_write", "read_only")))
     wall = Wall(
-        isolation=Isolation(minimum=Level.L1, runtime=runtime),
+        isolation=Isolation(minimum=Level.L1, runtime=runtime, allow_emulated=True),
         filesystem=filesystem,
         process=replace(Process(), **_take(wishes, _PROCESS)),
         resources=replace(Resources(), **_take(wishes, _RESOURCES)),
     )
     door = Door(limits=replace(Limits(), **_take(wishes, _LIMITS)))
     assert not wishes, f"unknown wishes {wishes}"
-    return SandboxRequest(policy=Policy(wall=wall, door=door), keep=keep, env=env or {})
+    policy = Policy(wall=wall, door=door)
+    return SandboxRequest(policy=policy, keep=keep, env=env or {}, template=template)
 
 
 def _take(wishes: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -263,6 +272,8 @@ class RuntimeSuite:
         try:
             made = Kit(ringfence_state, node, await node.runtime(ringfence_runtime))
             # What a driver makes once a machine (compiled interpreters) is not what the tests are about.
+            if not made.capabilities.host_template:
+                await asyncio.to_thread(templates.ensure, ringfence_state)
             prepare = getattr(getattr(made.runtime, "driver", None), "prepare", None)
             if prepare is not None:
                 await prepare(str(ringfence_state / "sandboxes" / "none"))

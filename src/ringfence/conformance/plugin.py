@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -81,8 +82,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = metafunc.config.getoption("--ringfence-runtime")
     if not chosen:
         from ringfence.conformance.tables.capabilities import RUNTIMES
+        from ringfence.conformance.tables.selected import runs
 
-        chosen = list(RUNTIMES)
+        chosen = [name for name in RUNTIMES if runs(name, metafunc.function.__name__)]
     for mark in metafunc.definition.iter_markers("ringfence_only"):
         chosen = [name for name in chosen if name in mark.args]
     metafunc.parametrize("ringfence_runtime", chosen)
@@ -100,8 +102,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     runtime = runtime_of(item)
     if runtime is None:
         return
-    from ringfence.conformance.tables.capabilities import expected
+    from ringfence.conformance.tables.capabilities import UNVERIFIED, expected
 
+    if runtime in UNVERIFIED and not _present(runtime):
+        pytest.skip(f"{LISTED}{runtime} {UNVERIFIED[runtime]}")
     row = expected(runtime, who())
     if row is not None and who() == "user" and not row["rootless"]:
         pytest.skip(f"{LISTED}{runtime} needs root")
@@ -109,6 +113,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for capability in mark.args:
             if row is not None and not row[capability]:
                 pytest.skip(f"{LISTED}{runtime} has no {capability} as {who()}")
+
+
+def _present(runtime: str) -> bool:
+    """Whether an unverified runtime's component is on this machine."""
+    return shutil.which(runtime) is not None and os.access("/dev/kvm", os.R_OK | os.W_OK)
 
 
 @pytest.hookimpl(hookwrapper=True, trylast=True)

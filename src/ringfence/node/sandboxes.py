@@ -21,7 +21,7 @@ from ringfence.model.errors import (
     Unsupported,
     WrongState,
 )
-from ringfence.model.levels import Cause
+from ringfence.model.levels import Boundary, Cause
 from ringfence.model.quantities import format_size
 from ringfence.model.sandbox import EffectiveBoundary, End, SandboxRequest, Usage
 from ringfence.node import supervising
@@ -152,6 +152,7 @@ class NodeSandbox:
         self._release = release
         self._started = supervising.now() - max(0.0, time.time() - started_at)
         self._commands = 0
+        self._kills_known = 0  # of a kernel of its own
         self._upper: int | None = None
         self._link: GuestLink | None = None
         self._linking = asyncio.Lock()
@@ -336,6 +337,12 @@ class NodeSandbox:
             if self._upper is None:
                 raise WrongState(f"the files of {self.id} are gone with its wall")
             return changes.of_upper(self._upper, self.root.lowers)
+        if self.runtime.boundary in (Boundary.HARDWARE, Boundary.EMULATED):
+            raise Unsupported(
+                f"{self.runtime.name} can't tell what changed: the disk is its guest's alone",
+                hint="copy files out, or look at them inside",
+                capability="overlay",
+            )
         try:
             top = os.open(f"/proc/{self.handle.pid}/root", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -360,18 +367,24 @@ class NodeSandbox:
         Raises:
             LinkLost: the wall has ended, or the agent does not answer.
         """
+        link = await self._dialled()
+        await link.ready()
+        return link
+
+    async def _dialled(self) -> GuestLink:
+        """The node's own link, on which the agent may not have said a word yet."""
         if self._link is not None and self._link.failure is None:
             return self._link
         async with self._linking:
             if self._link is None or self._link.failure is not None:
-                self._link = await self.new_link("control")
+                self._link = await self.new_link("control", wait=False)
             return self._link
 
-    async def new_link(self, role: str = "stream") -> GuestLink:
-        """A link of the caller's own, who closes it."""
+    async def new_link(self, role: str = "stream", *, wait: bool = True) -> GuestLink:
+        """A link of the caller's own, who closes it. ``wait``: see :meth:`GuestLink.open`."""
         if self.ended.done():
             raise LinkLost(f"sandbox {self.id} has ended: {self.ended.result().cause.value}")
-        return await GuestLink.open(await self.runtime.connect(self.handle), role)
+        return await GuestLink.open(await self.runtime.connect(self.handle), role, wait=wait)
 
     async def start(self, spec: ProcessSpec) -> NodeProcess:
         """Start a command and leave it to the caller. Its output counts.
@@ -380,7 +393,7 @@ class NodeSandbox:
             GuestRefused: the errno of the step that failed (no such program …).
             LinkLost: the wall has ended.
         """
-        link = await self.link()
+        link = await self._dialled()  # HELLO and the first command go out together
         return NodeProcess(await link.start(spec), self.supervisor)
 
     async def run(
@@ -453,15 +466,29 @@ class NodeSandbox:
                 process.guest = await link.attach(process.id, *process.offsets)
         if self.supervisor.cause is not None:
             return await self._verdict()
-        return self._end_of(exited, process, kills)
+        said = await self._guest_kills(exited)
+        return self._end_of(exited, process, kills, said)
 
-    def _end_of(self, exited: ProcessExit, process: NodeProcess, kills: int) -> End:
+    async def _guest_kills(self, exited: ProcessExit) -> int:
+        """Processes that the sandbox's own kernel says to have killed for memory since it was asked last."""
+        driver = getattr(self.runtime, "driver", self.runtime)
+        call = getattr(driver, "memory_kills", None)
+        if call is None or exited.status != 128 + signal.SIGKILL:
+            return 0
+        try:
+            known, self._kills_known = self._kills_known, int(await call(self.handle))
+        except RingfenceError:
+            return 0
+        return self._kills_known - known
+
+    def _end_of(self, exited: ProcessExit, process: NodeProcess, kills: int, said: int = 0) -> End:
         if exited.status == 0:
             return End(Cause.EXITED, 0)
         killed = self.supervisor.oom_kills() - kills
-        if killed > 0 and exited.status == 128 + signal.SIGKILL:
+        if (killed > 0 or said > 0) and exited.status == 128 + signal.SIGKILL:
             limit = format_size(self.request.policy.wall.resources.memory)
-            return End(Cause.OUT_OF_MEMORY, 137, f"it needed more than {limit} of memory", reported=False)
+            detail = f"it needed more than {limit} of memory"
+            return End(Cause.OUT_OF_MEMORY, 137, detail, reported=killed <= 0)
         detail = f"{killed} of its processes were killed for memory" if killed > 0 else ""
         if exited.signal is None:
             return End(Cause.EXITED, exited.status, detail)
@@ -501,18 +528,16 @@ class NodeSandbox:
         supervisor.stop()
         if supervisor.cause is None and not self.ended.done():
             supervisor.cause, supervisor.detail = Cause.KILLED, "destroyed"
-        if self._link is not None:
-            await self._link.close()
         if self._upper is not None:
             os.close(self._upper)
             self._upper = None
         await self.runtime.destroy(self.handle)
+        if self._link is not None:
+            self._link.abort()
         if self._watcher is not None:
             if not self.ended.done():
                 self.ended.set_result(supervisor.verdict(Exit()))
             self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
         await self._release(self)
 
     async def detach(self) -> None:

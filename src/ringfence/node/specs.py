@@ -24,7 +24,9 @@ def group_limits(runtime: Runtime, request: SandboxRequest) -> GroupLimits:
     # Some kernels in user space need several of the host's tasks for one process of the workload.
     driver = getattr(runtime, "driver", runtime)
     tasks = request.policy.wall.process.max_processes * int(getattr(driver, "tasks_per_process", 1))
-    return GroupLimits(size.memory, size.cpus, tasks)
+    # A virtual machine brings a kernel and an emulator along.
+    beyond = getattr(driver, "memory_overhead", None)
+    return GroupLimits(size.memory + (int(beyond(size.memory)) if beyond else 0), size.cpus, tasks)
 
 
 def identity(node: Node, number: int | None, user: int) -> Identity:

@@ -121,15 +121,16 @@ class Guarded:
         # What the driver has begun when it fails has no handle yet: this names it by id and folder.
         partial = Handle(self.name, 0, spec.id, spec.folder, 0, 0, "")
         wall = self._walls[spec.id] = _Wall(partial, "starting")
+        seconds = float(getattr(self.driver, "start_deadline", START_DEADLINE))
         try:
-            async with asyncio.timeout(START_DEADLINE):
+            async with asyncio.timeout(seconds):
                 handle = await start(spec)
         except BaseException as error:
             left = await _to_the_end(self._undo(partial))
             self._walls.pop(spec.id, None)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
-                    f"{self.name} did not start sandbox {spec.id} within {START_DEADLINE:g} s" + left,
+                    f"{self.name} did not start sandbox {spec.id} within {seconds:g} s" + left,
                     hint=f"see what `ringfence doctor` says of {self.name}",
                     id=spec.id,
                 ) from error

@@ -21,9 +21,16 @@ BUILT_IN = {
     "runc": ("ringfence.runtimes.runc", "RuncRuntime"),
     "crun": ("ringfence.runtimes.crun", "CrunRuntime"),
     "gvisor": ("ringfence.runtimes.gvisor", "GvisorRuntime"),
+    "qemu-microvm": ("ringfence.runtimes.qemu", "MicrovmRuntime"),
+    "qemu": ("ringfence.runtimes.qemu", "FullRuntime"),
+    "firecracker": ("ringfence.runtimes.firecracker.driver", "FirecrackerRuntime"),
     "wasm": ("ringfence.runtimes.wasm.driver", "WasmRuntime"),
+    "docker": ("ringfence.runtimes.engines.docker", "DockerRuntime"),
+    "podman": ("ringfence.runtimes.engines.podman", "PodmanRuntime"),
     "fake": ("ringfence.runtimes.fake", "FakeRuntime"),
 }
+# Container engines: ENGINE:RUNTIME is one of their OCI runtimes.
+ENGINES = ("docker", "podman")
 # Walls that nothing chooses by itself: they must be asked for by name.
 BY_NAME_ONLY = frozenset({"wasm", "fake"})
 # Known names that no driver has, and where to find what they mean.
@@ -56,6 +63,12 @@ def load(name: str, context: RuntimeContext) -> Guarded:
         from importlib import import_module
 
         return guard(getattr(import_module(module), attribute)(context))
+    engine, _, oci = name.partition(":")
+    if oci and engine in ENGINES:
+        from importlib import import_module
+
+        module, attribute = BUILT_IN[engine]
+        return guard(getattr(import_module(module), attribute)(context, oci))
     if name in NOT_WALLS:
         text, hint = NOT_WALLS[name]
         raise Unsupported(text, hint=hint, runtime=name)

@@ -186,6 +186,8 @@ class LifecycleSuite(RuntimeSuite):
             broken = replace(spec, cgroup=replace(spec.cgroup, agent=(nowhere + "/cgroup.procs",)))
         if kit.name == "fake" and defect in ("lower", "bind"):
             return  # its root is the host's: it looks at neither
+        if defect == "bind" and not kit.capabilities.mounts:
+            return  # none is taken, whatever its source
         with pytest.raises(RingfenceError) as caught:
             await kit.start(broken)
         assert isinstance(caught.value, StartFailed), repr(caught.value)

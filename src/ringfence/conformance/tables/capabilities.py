@@ -28,7 +28,24 @@ _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, disk_snapshot=False
 # runsc makes its own user namespaces only where more than one id can be mapped: left to root.
 _GVISOR = replace(_JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True, gpu=True)
 _WASM = replace(_JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False)
+# A disk and a kernel of its own: no file of the host inside, and none of its own seen from the host.
+_MACHINE = Capabilities(user_zero=True, recover=True, disk_limit=True, pause=True, host_template=False)
+_ENGINE = replace(_BUBBLEWRAP, user_zero=True)
 _FAKE = Capabilities(rootless=True, recover=True)
+
+_FIRECRACKER = Capabilities(
+    user_zero=True,
+    recover=True,
+    disk_limit=True,
+    pause=True,
+    disk_snapshot=True,
+    memory_snapshot=True,
+    host_template=False,
+)
+
+# Built against their published interfaces and not run by this project: what they claim. The suites run on
+# them only where the component is there.
+UNVERIFIED = {"firecracker": "needs firecracker and KVM"}
 
 RUNTIMES: dict[str, dict[str, Capabilities]] = {
     # Pausing needs a cgroup's freezer.
@@ -39,8 +56,14 @@ RUNTIMES: dict[str, dict[str, Capabilities]] = {
     "runc": {"root": replace(_JAIL, gpu=True), "user": replace(_JAIL, pause=False)},
     "crun": {"root": replace(_JAIL, gpu=True), "user": replace(_JAIL, pause=False)},
     "gvisor": {"root": _GVISOR, "user": _GVISOR},
+    "qemu-microvm": {"root": _MACHINE, "user": _MACHINE},
+    "qemu": {"root": _MACHINE, "user": _MACHINE},
     # Functions, not programs: what WebAssembly has no notion of is refused by capability.
     "wasm": {"root": _WASM, "user": replace(_WASM, pause=False)},
+    "firecracker": {"root": _FIRECRACKER, "user": _FIRECRACKER},
+    # An image of the engine's, read-only, and sized tmpfs where the workload writes.
+    "docker": {"root": _ENGINE, "user": _ENGINE},
+    "podman": {"root": _ENGINE, "user": _ENGINE},
     "fake": {"root": _FAKE, "user": _FAKE},
 }
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence import _native
@@ -183,7 +184,9 @@ class QemuRuntime(LaunchedRuntime):
         link: ProcessRef | None = None
         owner = spec.identity.host_uid(spec.identity.agent_uid)
         try:
-            image, kind = template or await disks.template(spec.root, store)
+            # What is this sandbox's alone (empty mount points) its guest makes itself.
+            own = tuple(each for each in spec.root.lowers if not each.startswith(spec.folder + "/"))
+            image, kind = template or await disks.template(replace(spec.root, lowers=own), store)
             base = await vmm.root(self.program, store)
             first = await asyncio.to_thread(
                 initramfs.base, found, _native.path("vminit"), self.context.agent, store

@@ -172,6 +172,8 @@ def config(machine: Machine, spec: StartSpec, kernel: Kernel, rules: bytes, init
         ("readonly_root", str(int(root.readonly))),
     ]
     lines += [("mask", path) for path in MASKED]
+    lines += [("point", f"{identity.uid}:{path}") for path in root.read_write]
+    lines += [("point", f"0:{path}") for path in root.read_only]
     lines += [("read_write", path) for path in root.read_write]
     lines += [("read_only", path) for path in (*READ_ONLY, *root.read_only)]
     if init:

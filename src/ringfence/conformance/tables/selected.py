@@ -1,0 +1,40 @@
+"""Runtimes that take seconds for every start: which tests of the suites run on them by default.
+
+An emulated machine boots in three seconds on an idle host and in twenty on a busy one. All of the suites
+run on a runtime that is asked for by name (``--ringfence-runtime qemu-microvm``), and must pass there, too.
+"""
+
+from __future__ import annotations
+
+SELECTED: dict[str, frozenset[str]] = {
+    "qemu-microvm": frozenset(
+        {
+            "test_the_probe_proves_that_it_works",
+            "test_capabilities_are_those_of_the_committed_table",
+            "test_running",
+            "test_ended",
+            "test_a_start_that_fails_names_the_step_and_leaves_nothing",
+            "test_what_it_can_not_do_is_refused",
+            "test_pausing",
+            "test_memory",
+            "test_processes",
+            "test_disk",
+            "test_deadline",
+            "test_it_is_what_the_inside_shows",
+            "test_the_workload_is_who_it_says_on_the_host",
+            "test_a_kept_sandbox_survives_kill_9_and_is_adopted",
+        }
+    ),
+    "qemu": frozenset(
+        {
+            "test_capabilities_are_those_of_the_committed_table",
+            "test_running",
+            "test_memory",
+        }
+    ),
+}
+
+
+def runs(runtime: str, test: str) -> bool:
+    """Whether a test runs on a runtime that was not asked for by name."""
+    return runtime not in SELECTED or test in SELECTED[runtime]
