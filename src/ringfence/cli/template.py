@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringfence.cli import template_build, template_scan
+from ringfence.cli import template_build, template_refresh, template_scan
 from ringfence.cli.output import note, print_json, printable, safe, table
 from ringfence.cli.parsing import Parser, add_json
 from ringfence.model.errors import InvalidRequest
@@ -380,5 +380,7 @@ VERBS: dict[
         template_scan.configure,
         template_scan.main,
     ),
+    "refresh": ("make templates again on newer bases", template_refresh.configure, template_refresh.main),
+    "warm": ("prepare templates ahead of use", template_refresh.configure_warm, template_refresh.main_warm),
     "gc": ("remove what nothing needs, and shrink caches to a budget", _gc_options, _gc),
 }

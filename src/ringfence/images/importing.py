@@ -74,11 +74,31 @@ def add_reference(
     progress: Progress | None = None,
 ) -> Added:
     """As :func:`add`, for a source that was parsed before."""
-    work = _Import(store, reference, options or ImportOptions(), progress or (lambda line: None))
+    options = options or ImportOptions()
+    work = _Import(store, reference, options, progress or (lambda line: None))
     try:
-        return work.run()
+        added = work.run()
+        _remember(store, added.template, options)
+        return added
     except OSError as error:
         raise host_limit(error, f"add {reference.text}") from error
+
+
+def _remember(store: TemplateStore, template: Template, options: ImportOptions) -> None:
+    """What `template refresh` has to know beside the source."""
+    from ringfence.images.building import keeping
+
+    if not template.name:
+        return
+    known = {
+        "source": template.source,
+        "packages": list(options.packages),
+        "mirror": options.mirror,
+        "variant": options.variant,
+        "insecure": options.insecure,
+        "authfile": os.path.abspath(options.authfile) if options.authfile else "",
+    }
+    keeping.keep_recipe(store, template.name, keeping.Recipe("add", options=known))
 
 
 class _Import:

@@ -203,7 +203,7 @@ class _Build:
         self._note(
             f"{reference.text} is no template yet: it is added as {references.default_name(reference)}"
         )
-        added = await _in_thread(
+        added = await in_thread(
             lambda _: importing.add_reference(
                 self._store,
                 reference,
@@ -228,7 +228,7 @@ class _Build:
         if step.kind == "run":
             return await self._run_step(step)
         if step.kind == "copy":
-            copy = await _in_thread(lambda _: copying.prepare(step, self._context, self._below()))
+            copy = await in_thread(lambda _: copying.prepare(step, self._context, self._below()))
             if not copy.found:
                 return None, False
             return await self._known_or(
@@ -318,7 +318,7 @@ class _Build:
         return layer
 
     async def _add(self, pieces: Iterable[bytes], limits: ImportLimits) -> Layer:
-        return await _in_thread(
+        return await in_thread(
             lambda stop: self._store.add_layer_from(archives.Stream(pieces, stop), limits=limits)
         )
 
@@ -485,7 +485,7 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
-async def _in_thread(work: Callable[[threading.Event], _Result]) -> _Result:
+async def in_thread(work: Callable[[threading.Event], _Result]) -> _Result:
     """Run it in a thread to its end, also when cancelled: then it is told to stop first."""
     stop = threading.Event()
     task = asyncio.ensure_future(asyncio.to_thread(work, stop))
