@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 from ringfence.model.errors import RingfenceError
@@ -79,7 +80,10 @@ async def _try_out(runtime: Runtime, folder: str, root: bool) -> tuple[float, li
     try:
         # Some programs insist that user 0 is mapped inside.
         user = int(getattr(runtime, "probe_user", 1000))
-        handle = await runtime.start(specimen(folder, root, user))
+        spec = specimen(folder, root, user)
+        if not runtime.capabilities().host_template:
+            spec = replace(spec, root=replace(spec.root, template="probe"))
+        handle = await runtime.start(spec)
         async with await GuestLink.open(await runtime.connect(handle), timeout=TIMEOUT):
             taken = (time.perf_counter() - begun) * 1000
             boundary = await runtime.measure(handle)
