@@ -6,9 +6,10 @@ import os
 import tempfile
 from importlib.metadata import entry_points
 
+from support.engines import docker_engine, engine_of_the_runtime, podman_engine
 from support.leaks import no_leaks
 
-__all__ = ["no_leaks"]
+__all__ = ["docker_engine", "engine_of_the_runtime", "no_leaks", "podman_engine"]
 
 # The conformance plugin loads itself where the package is installed; a bare checkout loads it here.
 if not any(found.name == "ringfence" for found in entry_points(group="pytest11")):

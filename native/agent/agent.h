@@ -27,6 +27,12 @@
 
 struct config {
     int listen_fd, stream_in, stream_out, mux_in, mux_out, wake_fd;
+    const char *users, *groups; /* maps of a user namespace to be made, or NULL */
+    uid_t as_uid; /* what the agent becomes in it; -1: it is that already */
+    gid_t as_gid;
+    uint64_t held; /* capabilities that it keeps there */
+    const char *cgroup_folder; /* files 0, 1, … in it are the workload's cgroup.procs */
+    bool leave; /* the end of the only stream is the end of the sandbox */
     int filter_fd; /* a file of struct sock_filter that the agent puts on itself, or -1 */
     const char *listen_path, *mux_path, *workdir, *home;
     uid_t uid;
@@ -144,6 +150,9 @@ void links_close_all(void);
 unsigned links_channels(void);
 void stream_start(void);
 void stream_pause(bool pause);
+
+/* --- identity.c --- */
+bool identity_take(void); /* errno says why not */
 
 /* --- single.c: many links over the only stream --- */
 bool single_claim(void); /* errno says why not */

@@ -1,12 +1,14 @@
 /* The agent's arguments: key=value, given by whoever built the wall. */
 #include "agent.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
 struct config config = {
     .listen_fd = -1, .stream_in = -1, .stream_out = -1, .mux_in = -1, .mux_out = -1, .wake_fd = -1, .filter_fd = -1,
-    .workdir = "/", .oom = 500, .max_links = LINKS_MAX, .uid = (uid_t)-1, .gid = (gid_t)-1,
+    .workdir = "/", .oom = 500, .max_links = LINKS_MAX, 
+    .as_uid = (uid_t)-1, .uid = (uid_t)-1, .gid = (gid_t)-1,
 };
 
 static bool number(const char *text, int base, uint64_t limit, uint64_t *value)
@@ -60,6 +62,25 @@ static bool set(const char *key, size_t size, const char *text)
         config.mux_out = pair[count - 1];
         return true;
     }
+    if (KEY("users"))
+        return *(config.users = text) != 0;
+    if (KEY("groups"))
+        return *(config.groups = text) != 0;
+    if (KEY("as")) {
+        if (!numbers(text, pair, 2, &count) || count != 2)
+            return false;
+        config.as_uid = (uid_t)pair[0];
+        config.as_gid = (gid_t)pair[1];
+        return true;
+    }
+    if (KEY("held"))
+        return number(text, 16, UINT64_MAX, &config.held);
+    if (KEY("leave") && number(text, 10, 1, &value))
+        return (config.leave = value != 0) == (value != 0);
+    if (KEY("cgroup") && *text == '/')
+        return (config.cgroup_folder = text) != NULL;
+    if (KEY("filter") && *text == '/')
+        return (config.filter_fd = open(text, O_RDONLY | O_CLOEXEC)) >= 0;
     if (KEY("cgroup"))
         return numbers(text, config.cgroups, CGROUPS_MAX, &config.cgroup_count);
     if (KEY("workdir"))

@@ -6,6 +6,7 @@
 #include <linux/capability.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -103,12 +104,32 @@ static bool install_filter(int fd)
            syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) == 0;
 }
 
+/* Before another user is become, who could not. */
+static bool open_cgroups(void)
+{
+    char path[256];
+    while (config.cgroup_folder != NULL && config.cgroup_count < CGROUPS_MAX) {
+        int size = snprintf(path, sizeof path, "%s/%d", config.cgroup_folder, config.cgroup_count);
+        if (size < 0 || (size_t)size >= sizeof path)
+            return false;
+        int fd = open(path, O_WRONLY | O_CLOEXEC);
+        if (fd < 0)
+            return errno == ENOENT;
+        config.cgroups[config.cgroup_count++] = fd;
+    }
+    return true;
+}
+
 int main(int argc, char **argv)
 {
     if (!config_parse(argc, argv))
         refuse("bad arguments");
     if (getpid() != 1)
         refuse("must be process 1 of its namespace");
+    if (!open_cgroups())
+        refuse("can't open the cgroups");
+    if (!identity_take())
+        refuse(strerror(errno));
     if (!empty_bounding_set())
         refuse("can't give capabilities up");
     if (!install_filter(config.filter_fd))

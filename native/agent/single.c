@@ -81,6 +81,8 @@ static struct timer far_end = {.expired = look_again};
 
 static void gone(void)
 {
+    if (config.leave)
+        _exit(0);
     mux_forget(mux);
     away = true;
     timer_set(&far_end, AWAY_NS);

@@ -7,7 +7,7 @@
 #include <sys/types.h>
 
 struct options {
-    int listen_fd, in, out, ready_fd;
+    int listen_fd, in, out, ready_fd, owner_fd;
     const char *connect_path;
     bool fresh, docker;
     uid_t uid;

@@ -53,6 +53,8 @@ static bool set(struct options *options, const char *key, size_t size, const cha
         options->listen_fd = (int)value;
     else if (KEY("ready"))
         options->ready_fd = (int)value;
+    else if (KEY("owner"))
+        options->owner_fd = (int)value;
     else if (KEY("fresh"))
         options->fresh = value != 0;
     else
@@ -63,7 +65,7 @@ static bool set(struct options *options, const char *key, size_t size, const cha
 
 bool options_parse(struct options *options, int argc, char **argv)
 {
-    *options = (struct options){.listen_fd = -1, .in = -1, .out = -1, .ready_fd = -1, .uid = 65534, .gid = 65534};
+    *options = (struct options){.listen_fd = -1, .in = -1, .out = -1, .ready_fd = -1, .owner_fd = -1, .uid = 65534, .gid = 65534};
     for (int i = 1; i < argc; i++) {
         const char *equals = strchr(argv[i], '=');
         if (equals == NULL || !set(options, argv[i], (size_t)(equals - argv[i]), equals + 1))

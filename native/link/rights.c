@@ -18,7 +18,8 @@ bool rights_drop(const struct options *options)
 {
     int from = 3;
     for (int fd = 3; fd < 1024; fd++) {
-        if (fd != options->listen_fd && fd != options->in && fd != options->out && fd != options->ready_fd)
+        if (fd != options->listen_fd && fd != options->in && fd != options->out && fd != options->ready_fd &&
+            fd != options->owner_fd)
             continue;
         if (fd > from)
             syscall(SYS_close_range, (unsigned)from, (unsigned)fd - 1, 0u);

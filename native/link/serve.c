@@ -120,18 +120,19 @@ static void say_ready(int fd)
     close(fd);
 }
 
-static struct pollfd polled[3 + MUX_SLOTS];
-static struct mux_link *of[3 + MUX_SLOTS];
+static struct pollfd polled[4 + MUX_SLOTS];
+static struct mux_link *of[4 + MUX_SLOTS];
 
 static nfds_t ask(const struct options *options, uint64_t now)
 {
-    nfds_t count = 3;
+    nfds_t count = 4;
     bool accepting = mux.open && mux_live(&mux) < MUX_SLOTS && now >= accept_at;
     if (now >= accept_at)
         accept_at = 0;
     polled[0] = (struct pollfd){.fd = mux.lost ? -1 : options->in, .events = POLLIN};
     polled[1] = (struct pollfd){.fd = mux.output_size != 0 ? options->out : -1, .events = POLLOUT};
     polled[2] = (struct pollfd){.fd = accepting ? options->listen_fd : -1, .events = POLLIN};
+    polled[3] = (struct pollfd){.fd = options->owner_fd, .events = 0}; /* only its end is of interest */
     for (unsigned i = 0; i < MUX_SLOTS; i++) {
         struct mux_link *link = &mux.links[i];
         short events = (short)((mux_wants_read(&mux, link) ? POLLIN : 0) | (mux_wants_write(link) ? POLLOUT : 0));
@@ -145,7 +146,7 @@ static nfds_t ask(const struct options *options, uint64_t now)
 
 static void serve_links(nfds_t count)
 {
-    for (nfds_t i = 3; i < count; i++) {
+    for (nfds_t i = 4; i < count; i++) {
         struct mux_link *link = of[i];
         short got = polled[i].revents, asked = polled[i].events;
         if (got == 0 || link->fd != polled[i].fd)
@@ -177,6 +178,8 @@ int serve(const struct options *options)
                 return 1;
             continue;
         }
+        if (polled[3].revents != 0)
+            return 0;
         serve_links(count); /* before the stream: a frame may close a link, and its number be given out again */
         if (polled[0].revents != 0 && !read_stream(options))
             return 0;

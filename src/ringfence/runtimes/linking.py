@@ -19,6 +19,7 @@ from ringfence.runtimes.launching.processes import ProcessRef, readable
 
 START_TIMEOUT = 20.0  # seconds until the agent must have answered
 END_TIMEOUT = 10.0
+_life: list[int] = []  # a pipe: its writing end closes when this process ends, however that comes
 _ours: dict[int, subprocess.Popen[bytes]] = {}  # to be reaped
 
 
@@ -29,6 +30,7 @@ async def start(
     connect: str | None = None,
     fresh: bool = False,
     docker: bool = False,
+    owned: bool = False,
     within: float = START_TIMEOUT,
 ) -> ProcessRef:
     """Start the process for one stream; returns when the agent at the far end has answered.
@@ -39,6 +41,7 @@ async def start(
             closed at once. They become non-blocking.
         connect: in place of ``stream``, a unix socket to dial (by the process, as this user).
         fresh: nobody has written to this stream yet: a little faster.
+        owned: it ends with this process (a sandbox that must not outlive the node).
         docker: what comes in is in Docker's multiplexed attach format.
 
     Raises:
@@ -49,7 +52,7 @@ async def start(
         inward, outward = stream if isinstance(stream, tuple) else (stream, stream)
         where, passed = [f"stream={inward},{outward}"], [inward, outward]
     else:
-        where, passed = [f"connect={connect}"], []
+        where, passed = [f"connect={connect}"], list[int]()
     program = _native.path("link")
     _reap()
     listener = sockets.listener(folder)
@@ -60,6 +63,9 @@ async def start(
         options = [f"listen={listener.fileno()}", *where, f"ready={ready_end}"]
         options += ["fresh=1"] if fresh else []
         options += ["format=docker"] if docker else []
+        if owned:
+            options.append(f"owner={_owner()}")
+            passed.append(_owner())
         process = _spawn([program, *options], (listener.fileno(), ready_end, *passed), words_end)
         _ours[process.pid] = process
         ref = ProcessRef.of(process.pid)
@@ -87,6 +93,12 @@ async def start(
             if descriptor >= 0:
                 os.close(descriptor)
     return ref
+
+
+def _owner() -> int:
+    if not _life:
+        _life.extend(os.pipe2(os.O_CLOEXEC))
+    return _life[0]
 
 
 def _spawn(command: list[str], passed: tuple[int, ...], words: int) -> subprocess.Popen[bytes]:

@@ -1,8 +1,8 @@
 """Write the mux's transcripts anew: ``python tests/golden/mux/generate.py``. No end of the mux is asked.
 
-Each line has ``from`` (``host`` or ``guest``), ``frame`` (hex, with ``{name:size}`` as in the links' transcripts)
-and ``note``; or ``caller`` (a number) and ``does`` (``dials``, ``says``, ``hears``, ``ends``, ``is closed``) with
-``bytes``: what a program at the host's listening socket does, for a replay against ``ringfence-link``.
+Each line has ``from`` (``host`` or ``guest``), ``frame`` (hex, with ``{name:size}`` as in the transcripts of
+links) and ``note``; or ``caller`` (a number) and ``does`` (``dials``, ``says``, ``hears``, ``ends``,
+``is closed``) with ``bytes``: what a program at the socket does, for a replay against ``ringfence-link``.
 """
 
 from __future__ import annotations
