@@ -18,6 +18,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ MOST_ENTRIES = 1 << 20
 MOST_ATTRIBUTES = 64 << 10  # bytes of the user.* attributes of one file, as the kernel's own limit
 SLACK = 16 << 20  # bytes that a layer may be larger than the sandbox's disk: blocks of another size
 NOBODY = 65534
+COARSE = 20_000_000  # ns: more than two ticks of the slowest kernel clock
 _CHUNK = 1 << 20
 _LONGEST = 3900  # bytes of a path that link(2) certainly takes
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -60,6 +62,7 @@ class Seen(NamedTuple):
 class Copied(NamedTuple):
     """What a copy came to. ``left_out`` says what was not copied, in words."""
 
+    began: int  # ns since the epoch
     entries: int
     size: int  # bytes of data
     left_out: tuple[str, ...]
@@ -95,6 +98,7 @@ def copy(
         InvalidRequest: too many entries, too deep or too large.
         OSError: the disk is full, or the like.
     """
+    began = time.time_ns()
     work = _Copy(own, limit + SLACK, most, stop)
     os.mkdir(target, 0o700)
     new = os.open(target, FOLDER)
@@ -102,20 +106,21 @@ def copy(
         work.tree(source, new)
     finally:
         os.close(new)
-    return Copied(work.entries, work.size, tuple(sorted(work.left_out)), tuple(work.seen))
+    return Copied(began, work.entries, work.size, tuple(sorted(work.left_out)), tuple(work.seen))
 
 
-def changed(source: int, before: tuple[Seen, ...]) -> str:
+def changed(source: int, copied: Copied) -> str:
     """The first path that is not as the copy saw it, for walls that can't be frozen; empty if all are.
 
     Everything was looked at before the copy's end and again after it: if nothing has changed, the copy is
     how all of it was at one moment. (But not for what was written through a mapping of a file in memory.)
+    The kernel's times are coarse: what changed just before the copy may have changed in it, too.
     """
-    expected = {seen.path: seen for seen in before}
-    for path, _, name, info in _walk(source):
+    expected = {seen.path: seen for seen in copied.seen}
+    for path, info in _walk(source):
         seen = expected.pop(path, None)
-        if seen != _seen(path, info):
-            return path or name
+        if seen != _seen(path, info) or info.st_ctime_ns > copied.began - COARSE:
+            return path or "/"
     return next(iter(expected), "")
 
 
@@ -466,9 +471,9 @@ def room(folder: str, size: int, reserve: int) -> None:
         )
 
 
-def _walk(top: int) -> Iterator[tuple[str, int, str, os.stat_result]]:
-    """(path, folder, name, stat) of everything below, the top first. What can't be read is left out."""
-    yield "", top, "", os.fstat(top)
+def _walk(top: int) -> Iterator[tuple[str, os.stat_result]]:
+    """(path, stat) of everything below, the top first. What can't be read is left out."""
+    yield "", os.fstat(top)
     levels = [(os.dup(top), "", iter(os.listdir(top)))]
     try:
         while levels:
@@ -484,7 +489,7 @@ def _walk(top: int) -> Iterator[tuple[str, int, str, os.stat_result]]:
                 inside = os.open(name, FOLDER, dir_fd=here) if stat.S_ISDIR(info.st_mode) else -1
             except OSError:
                 continue
-            yield below, here, name, info
+            yield below, info
             if inside >= 0 and len(levels) > DEEPEST:
                 os.close(inside)
             elif inside >= 0:

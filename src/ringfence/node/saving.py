@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 KINDS = ("disk", "memory")
 ATTEMPTS = 3  # at a copy during which nothing changes
+PAUSE = 0.1  # seconds between them: what was just written counts as changing
 _MOST_FORKS = 256
 _Result = TypeVar("_Result")
 
@@ -204,10 +205,11 @@ async def _layer(node: Node, sandbox: NodeSandbox, work: Path) -> tuple[str, tup
                     )
                     if how == "frozen":
                         break
-                    different = await asyncio.to_thread(layers.changed, upper, copied.seen)
+                    different = await asyncio.to_thread(layers.changed, upper, copied)
                 if not different:
                     break
                 await asyncio.to_thread(shutil.rmtree, target)
+                await asyncio.sleep(PAUSE)
             else:
                 raise WrongState(
                     f"the files of {sandbox.id} change while they are copied ({different!r}), "
