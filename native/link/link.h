@@ -12,6 +12,7 @@ struct options {
     bool fresh, docker;
     uid_t uid;
     gid_t gid;
+    uint64_t most_open; /* descriptors */
 };
 bool options_parse(struct options *options, int argc, char **argv);
 

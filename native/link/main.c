@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -55,6 +56,8 @@ int main(int argc, char **argv)
         refuse(strerror(errno));
     if (!non_blocking(options.in) || !non_blocking(options.out) || !non_blocking(options.listen_fd))
         refuse(strerror(errno));
+    struct rlimit limit;
+    options.most_open = getrlimit(RLIMIT_NOFILE, &limit) == 0 ? limit.rlim_cur : 1024;
     if (!rights_drop(&options) || !rights_filter())
         refuse(strerror(errno));
     _exit(serve(&options));

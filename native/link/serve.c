@@ -42,10 +42,10 @@ static void close_link(struct mux *unused, struct mux_link *link)
     close(link->fd);
 }
 
-static void accept_links(int listener)
+static void accept_links(const struct options *options)
 {
-    for (int i = 0; i < 8; i++) {
-        int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    for (int i = 0; i < 8 && mux_live(&mux) + 4 < options->most_open; i++) {
+        int fd = accept4(options->listen_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0) {
             if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) /* out of descriptors or memory */
                 accept_at = now_ms() + ACCEPT_AGAIN_MS;
@@ -126,7 +126,8 @@ static struct mux_link *of[4 + MUX_SLOTS];
 static nfds_t ask(const struct options *options, uint64_t now)
 {
     nfds_t count = 4;
-    bool accepting = mux.open && mux_live(&mux) < MUX_SLOTS && now >= accept_at;
+    /* poll takes no more entries than descriptors may be open, whatever their numbers. */
+    bool accepting = mux.open && mux_live(&mux) + count < options->most_open && now >= accept_at;
     if (now >= accept_at)
         accept_at = 0;
     polled[0] = (struct pollfd){.fd = mux.lost ? -1 : options->in, .events = POLLIN};
@@ -188,6 +189,6 @@ int serve(const struct options *options)
         if (mux.open)
             say_ready(options->ready_fd);
         if (polled[2].revents != 0 && mux.open)
-            accept_links(options->listen_fd);
+            accept_links(options);
     }
 }

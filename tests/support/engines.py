@@ -71,7 +71,7 @@ def command(name: str, folder: Path, *options: str) -> list[str]:
 @contextlib.contextmanager
 def running(name: str, *options: str) -> Iterator[Engine]:
     """An engine for as long as the context lasts; afterwards no process, mount or file of it is left."""
-    folder = Path(tempfile.mkdtemp(prefix=f"rf-{name}-", dir="/tmp"))  # noqa: S108 - a socket's path is short
+    folder = Path(tempfile.mkdtemp(prefix=f"rf-{name}-", dir="/tmp"))
     folder.chmod(0o711)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
