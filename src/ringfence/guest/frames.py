@@ -30,6 +30,7 @@ _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 # Two whole frames: one under way stays at the front while a read fills the rest.
 _BUFFER = 2 * MAX_FRAME
+_SMALL = 8192  # until more than that is under way: most links carry one command and a few lines
 
 
 def frame(channel: int, kind: int, payload: bytes = b"") -> bytes:
@@ -161,7 +162,7 @@ class FrameParser:
     __slots__ = ("_buffer", "_end", "_searching", "_start", "_view")
 
     def __init__(self) -> None:
-        self._buffer = bytearray(_BUFFER)
+        self._buffer = bytearray(_SMALL)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._searching = False
@@ -229,10 +230,12 @@ class FrameParser:
         return False
 
     def _compact(self) -> None:
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start:
-            # An unfinished frame is at most MAX_FRAME - 1 bytes, so half of the buffer stays free.
-            rest = bytes(self._view[self._start : self._end])
-            self._view[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
+        rest = b"" if self._start == self._end else bytes(self._view[self._start : self._end])
+        if len(self._buffer) == _SMALL and (rest or self._end == _SMALL):
+            self._buffer = bytearray(_BUFFER)
+            self._view = memoryview(self._buffer)
+        elif rest and not self._start:
+            return
+        # An unfinished frame is at most MAX_FRAME - 1 bytes, so half of the buffer stays free.
+        self._view[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)

@@ -14,7 +14,7 @@ from ringfence.guest.channels import Channel
 from ringfence.guest.fields import Fields, Value, encode
 from ringfence.guest.processes import GuestProcess, ProcessSpec
 from ringfence.guest.wire import REQUEST_TIMEOUT, Wire
-from ringfence.model.errors import GuestError, InvalidRequest
+from ringfence.model.errors import GuestError, InvalidRequest, LinkLost
 from ringfence.model.ids import new_id
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class GuestLink:
         timeout: float = 5.0,  # noqa: ASYNC109
         *,
         resync: bool = False,
+        wait: bool = True,
     ) -> GuestLink:
         """Begin a link over a connected stream socket, which it owns from now on, even on failure.
 
@@ -59,12 +60,22 @@ class GuestLink:
             role: ``control``, ``stream`` or ``egress``; for the agent's log.
             timeout: seconds for the whole HELLO.
             resync: the stream was used by an earlier host process (serial port, attached container).
+            wait: for the answer to HELLO. Else calls go out behind the HELLO and may fail as below, and
+                nothing is known about the agent before :meth:`ready`.
 
         Raises:
             LinkLost: no answer in time.
             ProtocolViolation: whoever answered does not speak the protocol.
         """
-        return cls(await Wire.dial(sock, role, timeout, resync=resync))
+        return cls(await Wire.dial(sock, role, timeout, resync=resync, wait=wait))
+
+    async def ready(self) -> None:
+        """Return when the agent has answered HELLO.
+
+        Raises:
+            LinkLost, ProtocolViolation: see :meth:`open`.
+        """
+        await self._wire.greeted()
 
     # -- about the link
 
@@ -99,6 +110,10 @@ class GuestLink:
     async def close(self) -> None:
         """End the link. Commands in the sandbox live on. Idempotent."""
         await self._wire.close()
+
+    def abort(self) -> None:
+        """End the link at once: what is under way is lost. Idempotent."""
+        self._wire.fail(LinkLost("the link was given up", hint="dial again"))
 
     async def __aenter__(self) -> GuestLink:
         return self

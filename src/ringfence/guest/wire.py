@@ -68,12 +68,24 @@ class Wire(asyncio.BufferedProtocol):
         self._frames = 0  # in the burst that began at _burst
         self._burst = 0.0
         self._corked: list[bytes] | None = None
+        self._patience: asyncio.TimerHandle | None = None
         self._pings: deque[tuple[bytes, asyncio.Future[None]]] = deque()
         self._waiters: list[asyncio.Future[None]] = []
 
     @classmethod
-    async def dial(cls, sock: socket.socket, role: str, timeout: float, *, resync: bool) -> Wire:  # noqa: ASYNC109
+    async def dial(
+        cls,
+        sock: socket.socket,
+        role: str,
+        timeout: float,  # noqa: ASYNC109
+        *,
+        resync: bool,
+        wait: bool = True,
+    ) -> Wire:
         """Say HELLO over a connected socket and wait for the answer. Owns the socket, even on failure.
+
+        Without ``wait`` it returns at once: what is sent goes out behind the HELLO, and when no answer comes
+        within the time, the link ends. See :meth:`greeted`.
 
         Raises:
             LinkLost: no answer in time, or the connection ended.
@@ -82,18 +94,11 @@ class Wire(asyncio.BufferedProtocol):
         wire = cls(role, resync)
         try:
             sock.setblocking(False)
-            async with asyncio.timeout(timeout):
-                await asyncio.get_running_loop().create_connection(lambda: wire, sock=sock)
-                while not wire._greeted:
-                    wire.check()
-                    await wire._changed()
-        except TimeoutError:
-            wire.abort()
-            sock.close()
-            raise LinkLost(
-                f"the guest agent did not answer within {timeout:g} s",
-                hint="the sandbox may be overloaded or ended; dial again or destroy it",
-            ) from None
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: wire, sock=sock)
+            wire._patience = loop.call_later(timeout, wire._unanswered, timeout)
+            if wait:
+                await wire.greeted()
         except OSError as error:
             wire.abort()
             sock.close()
@@ -103,6 +108,25 @@ class Wire(asyncio.BufferedProtocol):
             sock.close()
             raise
         return wire
+
+    async def greeted(self) -> None:
+        """Return when the guest has answered HELLO.
+
+        Raises:
+            LinkLost, ProtocolViolation: it has not, and won't.
+        """
+        while not self._greeted:
+            self.check()
+            await self._changed()
+
+    def _unanswered(self, timeout: float) -> None:
+        if not self._greeted:
+            self.fail(
+                LinkLost(
+                    f"the guest agent did not answer within {timeout:g} s",
+                    hint="the sandbox may be overloaded or ended; dial again or destroy it",
+                )
+            )
 
     # -- asyncio's side
 
@@ -213,6 +237,8 @@ class Wire(asyncio.BufferedProtocol):
         if not self._limit:
             raise ProtocolViolation("a guest that allows no channel")
         self._greeted = True
+        if self._patience is not None:
+            self._patience.cancel()
         self._wake()
 
     def _link_frame(self, kind: int, payload: memoryview) -> None:
@@ -360,6 +386,8 @@ class Wire(asyncio.BufferedProtocol):
         if self.failure is not None:
             return
         self.failure = error
+        if self._patience is not None:
+            self._patience.cancel()
         self.abort()
         channels, self._channels = self._channels, {}
         self.accepting.clear()

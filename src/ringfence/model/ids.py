@@ -13,4 +13,4 @@ SANDBOX_ID = re.compile(r"sb-[0-9a-hjkmnp-tv-z]{20}", re.ASCII)
 def new_id(prefix: str) -> str:
     """``prefix-`` and 20 base-32 digits: 48 bits of milliseconds, then 52 random bits."""
     number = (int(time.time() * 1000) & (2**48 - 1)) << 52 | int.from_bytes(os.urandom(7)) >> 4
-    return prefix + "-" + "".join(_ALPHABET[number >> shift & 31] for shift in range(95, -1, -5))
+    return prefix + "-" + "".join([_ALPHABET[number >> shift & 31] for shift in range(95, -1, -5)])

@@ -124,7 +124,7 @@ class LaunchedRuntime:
         if child is not None:
             child.close()
         with contextlib.suppress(OSError):
-            os.unlink(handle.socket_path)
+            os.unlink(f"{handle.folder}/{sockets.NAME}")
 
     async def kill(self, handle: Handle) -> None:
         """SIGKILL, and wait until the kernel has taken the whole wall down.
