@@ -448,7 +448,14 @@ class TemplateStore:
                 if os.fstat(lock).st_nlink:  # nobody has taken us for dead between the two calls
                     break
                 os.close(lock)
-            os.makedirs(session / "needs", 0o700)
+            try:
+                os.makedirs(session / "needs", 0o700)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.rmdir(session)
+                os.unlink(f"{session}.lock")
+                os.close(lock)
+                raise
             self._session, self._session_lock = session, lock
         return self._session
 
