@@ -199,6 +199,8 @@ def _instructions(lines: list[str], file: str, escape: str) -> Iterator[Instruct
             parts.append(trimmed[:-1] if more else trimmed)
             if not more:
                 break
+        if not "".join(parts).strip():
+            continue
         name, *following = "".join(parts).split(None, 1)
         name = name.upper()
         flags, rest = _flags("".join(following).strip())
