@@ -1,5 +1,5 @@
-"""Attacks from inside a WebAssembly module, each with its control. The programs of the other tables can't run
-there: there is no instruction for a system call. What a module has are the imports that it is given.
+"""Attacks around WebAssembly that are no single payload (test_wasm_attacks.py has those): planted links,
+compiled modules, the compiler, the worker. Each has its control.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ringfence.conformance.harness import Kit, alive, nothing_left, python, run
+from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.levels import Cause
@@ -121,60 +122,6 @@ def _archive_with_link(name: str, target: str) -> bytes:
     return made.getvalue()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import socket; socket.socket().connect(('127.0.0.1', int(sys.argv[1])))",
-        "import socket; socket.create_connection(('127.0.0.1', int(sys.argv[1])))",
-        "os.fork()",
-        "os.execv('/bin/sh', ['sh'])",
-        "os.posix_spawn('/bin/sh', ['sh'], {})",
-        "import subprocess; subprocess.run(['true'])",
-        "import ctypes; ctypes.CDLL(None)",
-        "import threading; threading.Thread(target=print).start()",
-        "os.kill(1, 9)",
-        "os.setuid(0)",
-        "os.mkfifo('pipe')",
-        "os.link('/etc/passwd', 'hard')",
-    ],
-)
-async def test_system_calls_are_not_there(kit: Kit, stage: Stage, code: str) -> None:
-    link = await kit.started()
-    body = f"import os, sys\ntry:\n {code}\nexcept (Exception, SystemExit) as e: print('denied', type(e).__name__)\n"  # noqa: E501
-    done = await python(link, body + "else: print('succeeded')", str(stage.tcp))
-    assert done.text.startswith("denied"), (done.text, done.stderr)
-    control = body.replace(code, "os.listdir('.')")
-    assert (await python(link, control + "else: print('succeeded')")).text == "succeeded"
-
-
-async def test_memory_bomb(kit: Kit) -> None:
-    sandbox = await kit.sandbox(memory=96 * MIB, disk=16 * MIB)
-    code = "x = []\nwhile True: x.append(bytearray(b'1' * (1 << 20)))"
-    result = await sandbox.run(ProcessSpec(("python3", "-I", "-S", "-c", code)))
-    assert result.end.cause is Cause.OUT_OF_MEMORY
-    small = await kit.sandbox(memory=96 * MIB, disk=16 * MIB)
-    fine = await small.run(ProcessSpec(("python3", "-I", "-S", "-c", "x = bytearray(b'1' * (16 << 20))")))
-    assert fine.end.exit_code == 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '(module (memory 65536) (func (export "_start")))',
-        '(module (table 100000000 funcref) (func (export "_start")))',
-        '(module (import "env" "system" (func (param i32))) (func (export "_start")))',
-        '(module (import "wasi_snapshot_preview1" "none" (func)) (func (export "_start")))',
-    ],
-    ids=["memory", "table", "import", "wasi"],
-)
-async def test_modules_that_ask_for_too_much(kit: Kit, text: str) -> None:
-    link = await kit.started(memory=96 * MIB, disk=16 * MIB)
-    await link.files.write("m.wasm", wasm(text))
-    assert (await run(link, "m.wasm")).exit.code == 126
-    await link.files.write("m.wasm", wasm('(module (memory 1) (table 10 funcref) (func (export "_start")))'))
-    assert (await run(link, "m.wasm")).exit.code == 0
-
-
 async def test_a_compiled_module_of_its_own_is_not_loaded(kit: Kit) -> None:
     """Machine code in the place of WebAssembly: only what the host compiled and verified is loaded as such."""  # noqa: E501
     link = await kit.started()
@@ -266,3 +213,74 @@ async def test_a_dead_worker_takes_everything_with_it(kit: Kit) -> None:
     end = await sandbox.ended
     assert end.cause is Cause.RUNTIME_CRASH
     assert not alive(sandbox.handle)
+
+
+async def test_files_of_another_sandbox(kit: Kit) -> None:
+    neighbour = await kit.sandbox()
+    theirs = await kit.link(neighbour)
+    await theirs.files.write("/workspace/secret", b"neighbours-secret")
+    link = await kit.started()
+    pid, folder = neighbour.handle.pid, neighbour.handle.folder
+    paths = [
+        "/workspace/secret",
+        f"/proc/{pid}/root/workspace/secret",
+        f"/proc/{pid}/cwd/secret",
+        f"{folder}/upper/workspace/secret",
+        f"{folder}/guest.sock",
+        "../../../../../.." + folder + "/guest.sock",
+    ]
+    for path in paths:
+        assert (await python(link, READ, "neighbours-secret", path)).text == "invisible", path
+    # Control: its own file of that name, by the same program; and the neighbour's is there all the while.
+    await link.files.write("/workspace/secret", b"neighbours-secret")
+    assert (await python(link, READ, "neighbours-secret", *paths)).text == "succeeded"
+    assert await theirs.files.read_bytes("/workspace/secret") == b"neighbours-secret"
+
+
+async def names(link: GuestLink) -> set[str]:
+    return {os.path.basename(entry.path) for entry in await link.files.list("/workspace")}
+
+
+HOSTILE_NAMES = ["new\nline", "\x1b[2J", "\r", "‮gpj.exe", "-rf", "..x", " ", "a" * 255, "'; true #", "%s%n"]
+
+
+async def test_hostile_file_names(kit: Kit) -> None:
+    sandbox = await kit.sandbox()
+    link = await kit.link(sandbox)
+    code = "import json, sys\nfor name in json.loads(sys.argv[1]): open(name, 'w').write(name)"
+    import json
+
+    done = await python(link, code, json.dumps(HOSTILE_NAMES))
+    assert done.exit.code == 0, done.stderr
+    assert await names(link) == set(HOSTILE_NAMES)
+    changed = {change.path.removeprefix("/workspace/") for change in await sandbox.changes()}
+    assert changed == set(HOSTILE_NAMES)
+    # What no file system of WebAssembly may name: nothing climbs out, nothing is cut short.
+    code = (
+        "import os, sys\n"
+        "for name in ('../out', 'x/../../out', '/tmp/../out', 'a' * 256, 'nul\\0byte', ''):\n"
+        " try: open(name, 'w')\n"
+        " except (OSError, ValueError): continue\n"
+        " print('made', ascii(name))"
+    )
+    done = await python(link, code)
+    assert (done.exit.code, done.text) == (0, ""), done.stderr
+    assert await names(link) == set(HOSTILE_NAMES)
+    # WASI knows no root: a name that begins there and is in no opened folder means the working directory.
+    assert (await python(link, "open('/out', 'w')")).exit.code == 0
+    assert await names(link) == {*HOSTILE_NAMES, "out"}
+
+
+async def test_a_module_that_floods_the_service_with_answers(kit: Kit) -> None:
+    """``ringfence.wasm``: the module's process is hostile, and speaks to us over its standard output."""
+    from ringfence.wasm import Module, Trap
+
+    async with await Module.open(wasm('(module (func (export "f")))'), node=kit.node) as module:
+        assert await module.call("f") is None  # control
+        module._seen += b"\xff\xff\xff\xff"  # as if it had said: four gigabytes follow
+        with pytest.raises(Trap, match="nonsense"):
+            await module.call("f")
+    async with await Module.open(wasm('(module (func (export "f")))'), node=kit.node) as module:
+        module._seen += b"\2\0\0\0[]"  # JSON, but no answer
+        with pytest.raises(Trap, match="nonsense"):
+            await module.call("f")
