@@ -69,7 +69,7 @@ static int set_clock(const char *text)
 
 static int set_machine_id(const char *text)
 {
-    int fd = open("/machine-id", O_WRONLY | O_TRUNC | O_CLOEXEC);
+    int fd = open("/machine-id", O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0444);
     int result = fd < 0 ? -1 : dprintf(fd, "%s\n", text) < 0 ? -1 : 0;
     if (fd >= 0)
         close(fd);

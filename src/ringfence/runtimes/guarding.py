@@ -93,11 +93,12 @@ class Guarded:
 
     async def probe(self) -> Probe:
         """See the contract. A driver that raises or hangs is reported as unavailable."""
+        seconds = float(getattr(self.driver, "probe_deadline", PROBE_DEADLINE))
         try:
-            async with asyncio.timeout(PROBE_DEADLINE):
+            async with asyncio.timeout(seconds):
                 return await self.driver.probe()
         except TimeoutError:
-            reason, remedy = f"its probe did not end within {PROBE_DEADLINE:g} s", ""
+            reason, remedy = f"its probe did not end within {seconds:g} s", ""
         except RingfenceError as error:
             reason, remedy = error.message, error.hint
         except Exception as error:

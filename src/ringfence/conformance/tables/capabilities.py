@@ -29,7 +29,15 @@ _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, disk_snapshot=False
 _GVISOR = replace(_JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True, gpu=True)
 _WASM = replace(_JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False)
 # A disk and a kernel of its own: no file of the host inside, and none of its own seen from the host.
-_MACHINE = Capabilities(user_zero=True, recover=True, disk_limit=True, pause=True, host_template=False)
+_MACHINE = Capabilities(
+    user_zero=True,
+    recover=True,
+    disk_limit=True,
+    pause=True,
+    disk_snapshot=True,
+    memory_snapshot=True,
+    host_template=False,
+)
 _ENGINE = replace(_BUBBLEWRAP, user_zero=True)
 _FAKE = Capabilities(rootless=True, recover=True)
 
@@ -57,7 +65,7 @@ RUNTIMES: dict[str, dict[str, Capabilities]] = {
     "crun": {"root": replace(_JAIL, gpu=True), "user": replace(_JAIL, pause=False)},
     "gvisor": {"root": _GVISOR, "user": _GVISOR},
     "qemu-microvm": {"root": _MACHINE, "user": _MACHINE},
-    "qemu": {"root": _MACHINE, "user": _MACHINE},
+    "qemu": {"root": replace(_MACHINE, gpu=True), "user": replace(_MACHINE, gpu=True)},
     # Functions, not programs: what WebAssembly has no notion of is refused by capability.
     "wasm": {"root": _WASM, "user": replace(_WASM, pause=False)},
     "firecracker": {"root": _FIRECRACKER, "user": _FIRECRACKER},

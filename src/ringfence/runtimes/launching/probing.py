@@ -96,8 +96,10 @@ async def _try_out(runtime: Runtime, folder: str, root: bool) -> tuple[float, li
     return taken, missing
 
 
-async def probe(runtime: Any, version: str = "", vulnerabilities: tuple[str, ...] = ()) -> Probe:
-    """Start, measure and destroy a wall of ``runtime``; never raises."""
+async def probe(
+    runtime: Any, version: str = "", vulnerabilities: tuple[str, ...] = (), *, within: float = TIMEOUT
+) -> Probe:
+    """Start, measure and destroy a wall of ``runtime`` within so many seconds; never raises."""
     root = runtime.context.root
     answer: dict[str, Any] = {
         "runtime": runtime.name,
@@ -110,10 +112,10 @@ async def probe(runtime: Any, version: str = "", vulnerabilities: tuple[str, ...
     try:
         folder = tempfile.mkdtemp(prefix="ringfence-probe-")
         os.chmod(folder, 0o711)  # noqa: S103 - the wall's host user passes through, and lists nothing
-        async with asyncio.timeout(TIMEOUT):
+        async with asyncio.timeout(within):
             taken, missing = await _try_out(runtime, folder, root)
     except TimeoutError:
-        return Probe(health=Health.UNAVAILABLE, reason=f"no answer within {TIMEOUT:.0f} s", **answer)
+        return Probe(health=Health.UNAVAILABLE, reason=f"no answer within {within:.0f} s", **answer)
     except RingfenceError as error:
         return Probe(health=Health.UNAVAILABLE, reason=error.message, remedy=error.hint, **answer)
     except OSError as error:

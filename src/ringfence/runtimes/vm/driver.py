@@ -9,12 +9,14 @@ import re
 import shutil
 import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence import _native
 from ringfence.model.errors import (
     GuestError,
+    HostLimit,
     LinkLost,
     RingfenceError,
     RuntimeUnavailable,
@@ -26,6 +28,7 @@ from ringfence.runtimes import linking
 from ringfence.runtimes.contract import Capabilities, Handle, Probe, StartSpec, WallStats
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.foreign import version_of
 from ringfence.runtimes.launching.processes import ProcessRef
 from ringfence.runtimes.vm import control, disks, initramfs, kernel, machines, qmp, vmm
 
@@ -42,23 +45,31 @@ INITRD, DISK, EXIT = "initrd", "disk.img", EXIT_FILE
 _OURS = (INITRD, DISK, EXIT, STREAM, control.NAME, qmp.NAME, sockets.NAME)
 _FIRST = 10  # descriptors of QEMU from here on
 _MOST_CONSOLE = 64 << 10
-FILTER = "default"
+_ANSWER = 60.0  # seconds for an agent that was asleep to answer
 
 
 class QemuRuntime(LaunchedRuntime):
     """Base of the drivers. Subclasses say which machine, and whether the guest has an init of its own."""
 
     level: Level
-    boundary = Boundary.EMULATED
     kind = "microvm"
+    probe_deadline = 110.0  # seconds
     start_deadline = 120.0  # seconds: an emulated machine on a busy host
     start_timeout = 100.0  # of them for the guest to come up
-    system = False
+    boundary: Boundary
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Snapshots of a machine's memory come back to life."""
+        return True
 
     def __init__(self, context: RuntimeContext) -> None:
         super().__init__(context)
         found = shutil.which(PROGRAM)
         self.program = os.path.realpath(found) if found else None
+        # Until a guest has booted with it (`ringfence doctor` tries), KVM counts as not there.
+        self.boundary = Boundary.HARDWARE if vmm.kvm_verdict() else Boundary.EMULATED
+        self._known_version = ""
 
     # -- what the node asks of drivers that have a kernel of their own
 
@@ -81,6 +92,9 @@ class QemuRuntime(LaunchedRuntime):
             disk_limit=True,
             pause=True,
             host_template=False,
+            gpu=self.kind == "q35",  # by VFIO; the microvm machine has no PCI
+            disk_snapshot=True,
+            memory_snapshot=self.keeps_memory,
         )
 
     async def probe(self) -> Probe:
@@ -147,6 +161,82 @@ class QemuRuntime(LaunchedRuntime):
 
         return probing.measure(self, handle)
 
+    # -- snapshots
+
+    async def snapshot(self, handle: Handle, folder: str, *, memory: bool = True) -> dict[str, Any]:
+        """See the contract. Without ``memory`` no link ends; the guest's file system stands still."""
+        from ringfence.guest.link import GuestLink
+        from ringfence.runtimes.vm import images
+
+        if memory and not self.keeps_memory:
+            raise Unsupported(
+                f"{self.name} has no memory snapshots", hint="use runtime qemu", capability="memory_snapshot"
+            )
+        if memory:
+            link = await GuestLink.open(await self.connect(handle))
+            try:
+                await link.quiesce()
+            finally:
+                await link.close()
+        try:
+            await images.save(handle, folder, memory=memory)
+        except BaseException:
+            await asyncio.to_thread(images.remove, folder)
+            raise
+        finally:
+            if memory:
+                with contextlib.suppress(RingfenceError):
+                    await control.call(handle.folder, "wake")
+        if memory:  # as every start: when this returns, a link can be opened
+            await (await GuestLink.open(await self.connect(handle), timeout=_ANSWER)).close()
+        return await asyncio.to_thread(images.describe, folder, handle.data["fitting"], memory=memory)
+
+    async def restore(self, spec: StartSpec, folder: str, data: Mapping[str, Any]) -> Handle:
+        """See the contract."""
+        from ringfence.guest.link import GuestLink
+        from ringfence.runtimes.launching.guestargs import environment_of
+        from ringfence.runtimes.vm import images
+
+        self.check(spec)
+        found = await asyncio.to_thread(kernel.find)
+        mine = images.fitting(self.name, spec, found.digest, await self._version(), self.kind)
+        await asyncio.to_thread(images.check, folder, data, mine)
+        disk = os.path.join(spec.folder, DISK)
+        owner = spec.identity.host_uid(spec.identity.agent_uid)
+        memory = -1
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(disk)  # the empty one that came with the request
+            await asyncio.to_thread(disks.copy, os.path.join(folder, images.DISK), disk)
+            os.chmod(disk, 0o600)
+            os.chown(disk, owner, owner)
+            if data["memory"]:
+                memory = os.open(os.path.join(folder, images.MEMORY), os.O_RDONLY | os.O_CLOEXEC)
+            handle = await self._start(spec, disk=disk, memory=memory)
+        except OSError as error:
+            _forget(spec.folder)
+            raise StartFailed(
+                f"the snapshot's disk can't be copied: {error.strerror}", step="disk", errno=str(error.errno)
+            ) from error
+        finally:
+            if memory >= 0:
+                os.close(memory)
+        if data["memory"]:
+            try:
+                async with await GuestLink.open(await self.connect(handle), timeout=_ANSWER) as link:
+                    await link.bind(env=environment_of(spec))
+            except BaseException:
+                await self.destroy(handle)
+                raise
+        return handle
+
+    async def _version(self) -> str:
+        if not self._known_version:
+            assert self.program is not None
+            found = re.search(r"version (\S+)", await version_of(self.program))
+            self._known_version = found.group(1) if found else "?"
+        return self._known_version
+
     # -- starting
 
     def check(self, spec: StartSpec) -> None:
@@ -175,6 +265,8 @@ class QemuRuntime(LaunchedRuntime):
         self, spec: StartSpec, *, disk: str = "", memory: int = -1, template: tuple[str, str] | None = None
     ) -> Handle:
         """Start a machine. ``disk``: in place of an empty one. ``memory``: the stream it is restored from."""
+        from ringfence.runtimes.vm import images
+
         assert self.program is not None
         found = await asyncio.to_thread(kernel.find)
         store = disks.store(spec.folder)
@@ -184,9 +276,10 @@ class QemuRuntime(LaunchedRuntime):
         link: ProcessRef | None = None
         owner = spec.identity.host_uid(spec.identity.agent_uid)
         try:
-            # What is this sandbox's alone (empty mount points) its guest makes itself.
+            # What is this sandbox's alone (empty mount points) its guest makes itself; a probe has no more.
             own = tuple(each for each in spec.root.lowers if not each.startswith(spec.folder + "/"))
-            image, kind = template or await disks.template(replace(spec.root, lowers=own), store)
+            lowers = own or spec.root.lowers
+            image, kind = template or await disks.template(replace(spec.root, lowers=lowers), store)
             base = await vmm.root(self.program, store)
             first = await asyncio.to_thread(
                 initramfs.base, found, _native.path("vminit"), self.context.agent, store
@@ -218,22 +311,26 @@ class QemuRuntime(LaunchedRuntime):
                 "template": (image, False),
                 "disk": (writable, True),
             }
+            locked = machines.guest_memory(spec.memory) * max(1, spec.gpus) + (64 << 20)
+            more, devices = _passthrough(spec, locked)
             plan = vmm.plan(
                 spec,
                 base,
                 files,
-                machines.arguments(machine, spec),
+                [*machines.arguments(machine, spec), *more],
                 descriptors,
                 opened,
                 exit_file=os.path.join(spec.folder, EXIT_FILE),
                 kvm=self.kvm,
+                devices=devices,
+                locked=locked,
             )
             child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
             for descriptor in opened:
                 if descriptor != console:
                     os.close(descriptor)
             opened[:] = [console]
-            link = await self._come_up(spec, child, console)
+            link = await self._come_up(spec, child, console, restored=memory >= 0)
             with contextlib.suppress(OSError):
                 os.unlink(initrd)  # loaded, and it holds the environment
             data: dict[str, Any] = {
@@ -247,6 +344,7 @@ class QemuRuntime(LaunchedRuntime):
                 "disk": writable,
                 "template": [image, kind],
                 "kvm": self.kvm,
+                "fitting": images.fitting(self.name, spec, found.digest, await self._version(), self.kind),
             }
             return self.handle(spec, child, child.pid, data)
         except BaseException as error:
@@ -288,7 +386,9 @@ class QemuRuntime(LaunchedRuntime):
         disks.writable(store, path, disk.size, disk.inodes, owner)
         return path
 
-    async def _come_up(self, spec: StartSpec, child: Child, console: int) -> ProcessRef:
+    async def _come_up(
+        self, spec: StartSpec, child: Child, console: int, *, restored: bool = False
+    ) -> ProcessRef:
         """Return when the guest's agent has answered.
 
         Raises:
@@ -307,28 +407,31 @@ class QemuRuntime(LaunchedRuntime):
 
         loop.add_reader(console, heard)
         stream = await _dial(spec.folder, STREAM)
-        linked = asyncio.ensure_future(
-            linking.start(spec.folder, stream=stream.fileno(), fresh=True, within=self.start_timeout)
-        )
         try:
-            return await linked  # ends with the stream, if the machine does
-        except StartFailed as error:
+            if restored:
+                from ringfence.runtimes.vm import images
+
+                await images.resume(spec.folder, spec.hostname, self.start_timeout)
+            # Ends with the stream, if the machine does.
+            return await linking.start(
+                spec.folder, stream=stream.fileno(), fresh=not restored, within=self.start_timeout
+            )
+        except (StartFailed, LinkLost, HostLimit, TimeoutError) as error:
+            with contextlib.suppress(TimeoutError):  # its exit is noticed a moment after its last word
+                await asyncio.wait_for(asyncio.shield(child.exited), 0.5)
             with contextlib.suppress(OSError):
                 heard()
             ended = child.exited.done()
             said = last_words(words.decode(errors="replace"))
             what = "the virtual machine ended while it started" if ended else "the guest does not come up"
             raise StartFailed(
-                what + (f": {said}" if said else f" ({error.message})"),
+                what + (f": {said}" if said else f" ({error})"),
                 hint="" if ended else "the host may be too busy for an emulated machine",
                 step="boot" if ended else "agent",
             ) from error
         finally:
-            linked.cancel()
             loop.remove_reader(console)
             stream.close()
-            with contextlib.suppress(asyncio.CancelledError, RingfenceError):
-                await linked
 
     async def _undo(self, child: Child) -> None:
         if not child.exited.done():
@@ -349,6 +452,17 @@ def last_words(console: str) -> str:
             if mark in line:
                 return line[:300]
     return lines[-1][:300] if lines else ""
+
+
+def _passthrough(spec: StartSpec, locked: int) -> tuple[tuple[str, ...], tuple[tuple[str, int, int], ...]]:
+    """QEMU's arguments and device nodes for the GPUs that are asked for."""
+    if not spec.gpus:
+        return (), ()
+    from ringfence.runtimes.gpu import vfio
+
+    found = vfio.choose(spec.gpus)
+    vfio.check_lock(locked)
+    return found.arguments, vfio.numbers(found.nodes)
 
 
 def _pipe(opened: list[int]) -> tuple[int, int]:

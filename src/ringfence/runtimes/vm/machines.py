@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import subprocess
 from functools import cache
 
@@ -158,6 +159,7 @@ def config(machine: Machine, spec: StartSpec, kernel: Kernel, rules: bytes, init
         ("root", f"/dev/vda:{machine.template}"),
         ("disk", "/dev/vdb:ext4"),
         ("hostname", spec.hostname),
+        ("machine_id", secrets.token_hex(16)),
         ("link", f"serial:{STREAM}"),
         ("control", f"serial:{CONTROL}"),
         ("agent_uid", str(identity.agent_uid)),

@@ -22,6 +22,9 @@ from ringfence.runtimes.measuring import (
 )
 from ringfence.runtimes.vm import kernel, vmm
 
+KVM_TIMEOUT = 8.0  # seconds: with KVM a guest boots in less than one
+BOOT_TIMEOUT = 90.0  # emulated, on a busy host
+
 if TYPE_CHECKING:
     from ringfence.runtimes.vm.driver import QemuRuntime
 
@@ -97,9 +100,26 @@ async def probe(driver: QemuRuntime) -> Probe:
         kernel.find()
     except RingfenceError as error:
         return probing.unavailable(driver, error.message, error.hint, version)
-    answer = await probing.probe(driver, version)
+    if vmm.kvm_verdict() is None and vmm.kvm_opens():
+        vmm.remember_kvm(await _boots_with_kvm(driver, version))
+        driver.boundary = Boundary.HARDWARE if vmm.kvm_verdict() else Boundary.EMULATED
+    answer = await probing.probe(driver, version, within=BOOT_TIMEOUT)
     if answer.health == Health.HEALTHY and not driver.kvm:
         reason = f"the processor is emulated: {vmm.why_no_kvm()}"
         remedy = "run on a host with KVM, or set isolation.allowEmulated"
         answer = replace(answer, health=Health.DEGRADED, reason=reason, remedy=remedy)
     return answer
+
+
+async def _boots_with_kvm(driver: QemuRuntime, version: str) -> bool:
+    """Boot a guest with KVM: there are hosts where it opens, makes a machine, and the guest hangs."""
+    from ringfence.runtimes.launching import probing
+
+    patience, driver.start_timeout = driver.start_timeout, KVM_TIMEOUT
+    driver.boundary = Boundary.HARDWARE
+    try:
+        answer = await probing.probe(driver, version, within=KVM_TIMEOUT * 2)
+        return answer.health != Health.UNAVAILABLE
+    finally:
+        driver.start_timeout = patience
+        driver.boundary = Boundary.EMULATED

@@ -9,6 +9,7 @@ with its own system call filter.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import re
@@ -39,9 +40,11 @@ from ringfence.runtimes.launching.plan import (
     Plan,
     id_maps,
 )
+from ringfence.runtimes.launching.processes import boot_id
 from ringfence.runtimes.launching.steps import add_cgroups
 
 PROGRAM = "/qemu"
+_VERDICT = "/run/ringfence-kvm"
 FILES = "/vm"  # where a machine's own files are bound
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
 _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
@@ -49,7 +52,8 @@ _FIRMWARE = ("bios-256k.bin", "bios-microvm.bin", "kvmvapic.bin", "linuxboot_dma
 _FIRMWARE_FOLDERS = ("/usr/share/qemu", "/usr/share/seabios", "/usr/local/share/qemu")
 _MODULES = ("accel-tcg-x86_64.so",)
 _LIBRARY = re.compile(r"^\s*(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
-_NOFILE, _CORE = 7, 4
+_NOFILE, _CORE, _MEMLOCK = 7, 4, 8
+_FOLDERS = ("dev", "proc", "sys", "vm", "tmp")
 _made: dict[tuple[str, str], str] = {}
 
 
@@ -105,7 +109,7 @@ def _root(program: str, libraries: Sequence[str], folder: str) -> str:
     copies = {PROGRAM: program} | {path: path for path in libraries}
     copies |= {f"/firmware/{name}": path for name, path in _firmware().items()}
     try:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(" ".join(_FOLDERS).encode())
         for target, source in sorted(copies.items()):
             status = os.stat(source)
             digest.update(f"{target}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
@@ -114,7 +118,7 @@ def _root(program: str, libraries: Sequence[str], folder: str) -> str:
             return made
         work = tempfile.mkdtemp(prefix=".vmm-", dir=folder)
         try:
-            for name in ("dev", "proc", "vm", "tmp"):
+            for name in _FOLDERS:
                 os.mkdir(f"{work}/{name}", 0o755)
             for target, source in copies.items():
                 os.makedirs(os.path.dirname(work + target), mode=0o755, exist_ok=True)
@@ -143,10 +147,14 @@ def plan(
     *,
     exit_file: str,
     kvm: bool,
+    devices: Sequence[tuple[str, int, int]] = (),
+    locked: int = 0,
 ) -> Plan:
     """The steps from nothing to a running QEMU.
 
     ``files``: name below ``FILES`` → (host path, writable). ``descriptors``: number in QEMU → ours.
+    ``devices``: nodes for VFIO (path, major, minor), for which QEMU is shown ``/sys`` and may lock ``locked``
+    bytes of memory.
     """
     identity = spec.identity
     made = Plan()
@@ -172,6 +180,12 @@ def plan(
     for name in ("null", "urandom", *(("kvm",) if kvm else ())):
         source = f"/dev/{name}" if name == "kvm" else f"{STAGE}/dev/{name}"
         made.add("BIND", source, f"/dev/{name}", BIND_DEVICES | BIND_NOEXEC | BIND_MAKE)
+    if devices:
+        made.add("MKDIR", "/dev/vfio", 0o755, 0, 0)
+        for path, major, minor in devices:
+            made.add("MKNOD", path, 0o20666, major, minor)
+        made.add("MOUNT", "sys", "/sys", "sysfs", _QUIET | 1, "")
+        made.add("RLIMIT", _MEMLOCK, locked, locked)
     made.add("REMOUNT", "/dev", ATTR_RDONLY)
     made.add("MOUNT", "tmp", "/tmp", "tmpfs", _QUIET | 1, "size=0,nr_inodes=2,mode=0555")  # noqa: S108
     made.add("MOUNT", "proc", "/proc", "proc", _QUIET, "hidepid=2")
@@ -197,6 +211,32 @@ def _module_folder(base: str) -> str:
         if os.path.isdir(base + folder):
             return folder
     return "/"
+
+
+def kvm_verdict() -> bool | None:
+    """Whether a guest has booted with KVM on this host since it was started; None if nobody has tried."""
+    with contextlib.suppress(OSError), open(_VERDICT) as file:
+        boot, _, answer = file.read().strip().partition(" ")
+        if boot == boot_id():
+            return answer == "boots"
+    return None
+
+
+def remember_kvm(boots: bool) -> None:
+    """Keep the verdict until the next start of this host."""
+    with contextlib.suppress(OSError):
+        work = f"{_VERDICT}.{os.getpid()}"
+        with open(work, "x") as file:
+            file.write(f"{boot_id()} {'boots' if boots else 'hangs'}\n")
+        os.rename(work, _VERDICT)
+
+
+def kvm_opens() -> bool:
+    """Whether /dev/kvm can be opened at all: a guest that boots proves more."""
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
+        return True
+    return False
 
 
 def why_no_kvm() -> str:
