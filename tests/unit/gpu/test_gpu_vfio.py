@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringfence.model.errors import HostLimit
 from ringfence.runtimes.gpu import vfio
+from ringfence.runtimes.launching.probing import specimen
+from ringfence.runtimes.vm import vmm
 from support.gpu_tree import add_pci
 
 GPU, SOUND, BRIDGE, NET = "0x030200", "0x040300", "0x060400", "0x020000"
@@ -96,3 +102,44 @@ def test_two_of_three(tmp_path: Path) -> None:
     assert vfio.choose(2, root=str(tmp_path)).addresses == ("0000:01:00.0", "0000:03:00.0")
     with pytest.raises(HostLimit, match="3 GPUs are asked for and 2"):
         vfio.choose(3, root=str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making device nodes needs root")
+def test_numbers_of_nodes(tmp_path: Path) -> None:
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    os.mknod(tmp_path / "dev/vfio/30", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    assert vfio.numbers(("/dev/vfio/30",), root=str(tmp_path)) == (("/dev/vfio/30", 1, 3),)
+
+
+def test_a_node_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(HostLimit, match="No such file"):
+        vfio.numbers(("/dev/vfio/30",), root=str(tmp_path))
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    (tmp_path / "dev/vfio/30").touch()
+    with pytest.raises(HostLimit, match="no character device"):
+        vfio.numbers(("/dev/vfio/30",), root=str(tmp_path))
+
+
+def test_memory_that_may_not_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    vfio.check_lock(8 << 20)
+    monkeypatch.setattr(vfio, "credentials", lambda pid: None)
+    with pytest.raises(HostLimit, match="may lock 8MiB") as caught:
+        vfio.check_lock(9 << 20)
+    assert "LimitMEMLOCK" in caught.value.hint
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (0, resource.RLIM_INFINITY))
+    vfio.check_lock(1 << 40)
+
+
+def test_qemus_plan(tmp_path: Path) -> None:
+    spec = specimen(str(tmp_path / "sandbox"), True)
+
+    def made(**more: Any) -> bytes:
+        plan = vmm.plan(spec, str(tmp_path), {}, [], {}, [], exit_file="exit", kvm=False, **more)
+        return bytes(plan.encode())
+
+    bare, full = made(), made(devices=[("/dev/vfio/30", 1, 3)], locked=1 << 30)
+    assert b"/dev/vfio/30" in full
+    assert b"sysfs" in full
+    assert b"vfio" not in bare
+    assert b"sysfs" not in bare

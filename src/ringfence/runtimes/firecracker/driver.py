@@ -14,6 +14,7 @@ import shutil
 import signal
 import stat
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence import _native
@@ -361,7 +362,9 @@ class FirecrackerRuntime(LaunchedRuntime):
         """Put into the jail what the machine opens. The jailer makes its own around it."""
         found = await asyncio.to_thread(kernel.find)
         store = disks.store(spec.folder)
-        image, kind = await disks.template(spec.root, store)
+        # What is this sandbox's alone (empty mount points) its guest makes itself; a probe has no more.
+        own = tuple(each for each in spec.root.lowers if not each.startswith(spec.folder + "/"))
+        image, kind = await disks.template(replace(spec.root, lowers=own or spec.root.lowers), store)
         owner = spec.identity.host_uid(spec.identity.agent_uid)
         await asyncio.to_thread(forget, spec.folder)
         # The monitor is put below by its jailer; nobody else passes through.

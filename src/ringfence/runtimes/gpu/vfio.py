@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import stat
 from pathlib import Path
 
 from ringfence.model.errors import HostLimit
+from ringfence.model.quantities import format_size
 from ringfence.model.values import dataclass
+from ringfence.runtimes.measuring import credentials
 
 DRIVER = "vfio-pci"
 _ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_SYS_RESOURCE = 24
 _DISPLAY, _BRIDGE = 0x03, 0x06  # PCI base classes
 REMEDY = "boot with intel_iommu=on or amd_iommu=on, and switch VT-d or AMD-Vi on in the firmware"
 
@@ -70,6 +75,42 @@ def choose(count: int, *, root: str = "/") -> Passthrough:
     for address in dict.fromkeys(addresses):
         arguments += ["-device", f"vfio-pci,host={address}"]
     return Passthrough(tuple(dict.fromkeys(addresses)), tuple(dict.fromkeys(nodes)), tuple(arguments))
+
+
+def numbers(nodes: tuple[str, ...], *, root: str = "/") -> tuple[tuple[str, int, int], ...]:
+    """(path, major, minor) of each node, so that QEMU's wall can have its own.
+
+    Raises:
+        HostLimit: one of them is not there, or is no character device.
+    """
+    found = []
+    for path in nodes:
+        try:
+            seen = os.lstat(os.path.join(root, path[1:]))
+        except OSError as error:
+            raise HostLimit(f"{path}: {error.strerror}", hint="modprobe vfio-pci") from error
+        if not stat.S_ISCHR(seen.st_mode):
+            raise HostLimit(f"{path} is no character device", hint="see /dev/vfio")
+        found.append((path, os.major(seen.st_rdev), os.minor(seen.st_rdev)))
+    return tuple(found)
+
+
+def check_lock(size: int) -> None:
+    """All memory that a device can reach is locked: refuse where this process may not lock so much.
+
+    Raises:
+        HostLimit: its hard limit is lower, and it has no right to raise it.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if limit == resource.RLIM_INFINITY or limit >= size:
+        return
+    mine = credentials(os.getpid())
+    if mine is None or not mine.effective >> _SYS_RESOURCE & 1:
+        raise HostLimit(
+            f"a guest with a GPU locks {format_size(size)} of memory, and this process may lock "
+            f"{format_size(limit)}",
+            hint="raise its limit: ulimit -l unlimited, or LimitMEMLOCK=infinity for a service",
+        )
 
 
 def _problem(base: Path, address: str) -> str:
