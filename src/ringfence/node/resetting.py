@@ -96,13 +96,13 @@ async def _stand_by(node: Node, sandbox: NodeSandbox) -> Wall:
 async def _build(node: Node, sandbox: NodeSandbox) -> Wall:
     """A new wall of the sandbox, which nobody uses yet."""
     request, record, runtime = sandbox.request, sandbox.journal.record, sandbox.runtime
-    taken = [int(record.get("generation", 0)), *(int(number) for number in record.get("walls") or {})]
-    number = max(taken) + 1
+    number = int(record.get("numbered", 0)) + 1  # never used again, whatever becomes of it
     name = f"{sandbox.id}-{number}"
     folder = sandbox.journal.folder / f"w{number}"
     group: Group | None = None
     handle: Handle | None = None
     try:
+        sandbox.mark("numbered", number)
         folder.mkdir(0o711)
         folder.chmod(0o711)
         group = node.groups.take(name, specs.group_limits(runtime, request), keep=request.keep)
