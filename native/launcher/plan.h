@@ -21,7 +21,7 @@ enum { STEP_OF_PRELUDE = 0x10000 };
 /* BIND flags */
 enum {
     BIND_READONLY = 1, BIND_IDMAP = 2, BIND_DEVICES = 4, BIND_NOEXEC = 8,
-    BIND_OPTIONAL = 16,  /* a missing source is fine */
+    BIND_OPTIONAL = 16,  /* a missing source or target is fine */
     BIND_MAKE = 32,      /* make a missing target, with its parents */
     BIND_INSIDE = 64,    /* the source is a path inside, not on the host */
     BIND_FLAT = 128,     /* without the mounts below the source */

@@ -127,9 +127,8 @@ static int do_bind(struct run *run, const struct step *step)
         goto fail;
     if (flags & BIND_MAKE && (error = make_target(run, target, S_ISDIR(found.st_mode))))
         goto out;
-    if (rf_move_mount(tree, target))
-        goto fail;
-    goto out;
+    if (!rf_move_mount(tree, target) || (errno == ENOENT && flags & BIND_OPTIONAL))
+        goto out;
 fail:
     error = errno;
 out:

@@ -12,6 +12,7 @@ from ringfence.runtimes.launching.launcher import Launcher
 from ringfence.runtimes.launching.plan import (
     BIND_DEVICES,
     BIND_NOEXEC,
+    BIND_OPTIONAL,
     BIND_READONLY,
     CLONE_NEWIPC,
     CLONE_NEWNET,
@@ -43,6 +44,7 @@ DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
 }
 _SYS_ADMIN, _SETGID, _SETUID = 21, 6, 7
+_SECURITY_MODULES = ("/sys/kernel/security/apparmor", "/sys/fs/selinux")
 CHILDREN_READY = 4  # made ahead, each for one wall
 TERMINALS = 256  # of one sandbox; the kernel has 4,096 for everybody
 DEVPTS = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
@@ -100,6 +102,7 @@ def init_plan() -> Plan:
     plan.add("MKDIR", f"{STAGE}/stage", 0o700, NOBODY, NOBODY)
     for path in (f"{STAGE}/fs", f"{STAGE}/fs/cgroup"):
         plan.add("MKDIR", path, 0o711, NOBODY, NOBODY)
+    plan.add("MKDIR", f"{STAGE}/empty", 0o555, NOBODY, NOBODY)
     plan.add("MKDIR", f"{STAGE}/dev", 0o755, NOBODY, NOBODY)
     for name, (major, minor) in DEVICES.items():
         plan.add("MKNOD", f"{STAGE}/dev/{name}", 0o20666, major, minor)
@@ -125,7 +128,10 @@ def prelude_plan() -> Plan:
     plan.add("LOOPBACK")
     plan.add("MOUNT", "proc", f"{STAGE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
     for path in MASKED:
-        plan.add("MASK", STAGE + path)
+        if os.path.isdir(path):  # one empty folder for all of them, rather than a file system for each
+            plan.add("BIND", f"{STAGE}/empty", STAGE + path, BIND_READONLY | BIND_NOEXEC | BIND_OPTIONAL)
+        else:
+            plan.add("MASK", STAGE + path)
     for path in READ_ONLY:
         plan.add("READONLY", STAGE + path)
     plan.add("BIND", f"{STAGE}/dev", f"{STAGE}/devices", BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
@@ -190,13 +196,20 @@ class RuntimeContext:
     def security_steps(self, spec: StartSpec) -> list[tuple[str, str, str]]:
         """Steps that put a wall into the host's AppArmor, before it gives up being root; none where there is
         no AppArmor, or its profile can't be had (``doctor`` says why)."""
-        if self._confining is None:
-            if not self.root or not os.path.isdir("/sys/kernel/security/apparmor"):
-                return []
+        confining = self._security_module() if os.path.isdir("/sys/kernel/security/apparmor") else None
+        return confining.steps(spec) if confining is not None else []
+
+    def engine_security(self, spec: StartSpec) -> list[str]:
+        """Security options for a container engine on this machine: a profile or label; none without them."""
+        confining = self._security_module() if any(map(os.path.isdir, _SECURITY_MODULES)) else None
+        return confining.engine(spec.identity.host_uid(0) >> 16, spec) if confining is not None else []
+
+    def _security_module(self) -> Confining | None:
+        if self._confining is None and self.root:
             from ringfence.runtimes.lsm.applying import Confining
 
             self._confining = Confining()
-        return self._confining.steps(spec)
+        return self._confining
 
     def agent_fd(self) -> int:
         """The guest agent as a sealed memory file, made once. Stays open; owned by the context."""

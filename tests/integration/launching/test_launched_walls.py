@@ -104,6 +104,14 @@ async def test_kernel_files_are_masked(any_bench: Bench, path: str) -> None:
     assert text == "" or "Permission denied" in text
 
 
+async def test_kernel_folders_are_masked(any_bench: Bench) -> None:
+    handle = await any_bench.start()
+    for path in ("/proc/acpi", "/proc/asound", "/proc/scsi"):
+        if os.path.isdir(path):
+            assert (await any_bench.run(handle, f"ls -A {path}"))[1] == "", path
+            assert (await any_bench.run(handle, f"touch {path}/x"))[0] != 0, path
+
+
 async def test_nothing_can_be_mounted_or_entered(any_bench: Bench) -> None:
     handle = await any_bench.start()
     for attempt in (

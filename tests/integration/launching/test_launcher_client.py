@@ -15,7 +15,7 @@ import pytest
 from ringfence import _native
 from ringfence.model.errors import HostLimit, StartFailed
 from ringfence.runtimes.launching.launcher import Child, Launcher
-from ringfence.runtimes.launching.plan import OPS, Plan
+from ringfence.runtimes.launching.plan import BIND_OPTIONAL, CLONE_NEWNS, OPS, Plan
 from ringfence.runtimes.launching.processes import ProcessRef
 
 
@@ -89,6 +89,28 @@ async def test_a_limit_of_open_files_does_not_hinder_the_start(launcher: Launche
     child.close()
     with open(read) as file:
         assert file.read() == "8\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
+async def test_what_is_optional_may_be_missing_at_both_ends(launcher: Launcher, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    for source, target, flags in (
+        (str(there), "/does/not/exist", BIND_OPTIONAL),
+        ("/does/not/exist", str(there), BIND_OPTIONAL),
+        (str(there), "/does/not/exist", 0),
+    ):
+        plan = Plan()
+        plan.add("UNSHARE", CLONE_NEWNS)
+        plan.add("BIND", source, target, flags)
+        plan.extend(program("/bin/true"))
+        if not flags:
+            with pytest.raises(StartFailed, match="bind"):
+                await launcher.spawn(plan)
+            continue
+        child = await launcher.spawn(plan)
+        assert await child.exited == 0
+        child.close()
 
 
 @pytest.mark.parametrize(
