@@ -234,6 +234,11 @@ def alive(handle: Handle) -> bool:
     return int(fields[19]) == handle.birth and fields[0] not in "ZX"
 
 
+async def gone(handle: Handle) -> None:
+    """Wait until the wall is dead: the kernel takes it down in its own time."""
+    await eventually(lambda: not alive(handle), "the wall outlived its end")
+
+
 def residue(state: Path, ids: Iterable[str]) -> list[str]:
     """What sandboxes of a state root left on the host: processes, mounts, cgroups, folders."""
     marks = [*ids]
@@ -254,7 +259,7 @@ def residue(state: Path, ids: Iterable[str]) -> list[str]:
     return found
 
 
-async def nothing_left(state: Path, ids: Iterable[str], seconds: float = 10.0) -> None:
+async def nothing_left(state: Path, ids: Iterable[str], seconds: float = 60.0) -> None:
     """Fail with what is left, if it does not go away."""
     end = time.monotonic() + seconds
     while found := residue(state, ids):

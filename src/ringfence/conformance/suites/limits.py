@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 
-from ringfence.conformance.harness import Kit, RuntimeSuite, alive, python, run
+from ringfence.conformance.harness import Kit, RuntimeSuite, gone, python, run
 from ringfence.conformance.plugin import needs
 from ringfence.guest.processes import Output, ProcessSpec
 from ringfence.model.levels import Boundary, Cause
@@ -104,7 +104,7 @@ class LimitSuite(RuntimeSuite):
         sandbox = await kit.sandbox(cpu_time=0.5)
         result, _ = await node_run(sandbox, "/bin/sh", "-c", "while :; do :; done")
         assert (result.end.cause, result.end.exit_code) == (Cause.CPU_TIME, 137)
-        assert not alive(sandbox.handle)
+        await gone(sandbox.handle)
 
     @needs("programs")
     async def test_output(self, kit: Kit) -> None:
@@ -112,7 +112,7 @@ class LimitSuite(RuntimeSuite):
         result, output = await node_run(sandbox, "/bin/sh", "-c", "yes; yes >&2")
         assert result.end.cause is Cause.OUTPUT_LIMIT
         assert len(output) <= 100_000
-        assert not alive(sandbox.handle)
+        await gone(sandbox.handle)
 
     @needs("programs")
     async def test_output_of_all_commands_counts(self, kit: Kit) -> None:
@@ -131,7 +131,7 @@ class LimitSuite(RuntimeSuite):
         )
         assert (result.end.cause, result.end.exit_code) == (Cause.DEADLINE, 124)
         assert (await sandbox.ended).cause is Cause.DEADLINE
-        assert not alive(sandbox.handle)
+        await gone(sandbox.handle)
 
     async def test_killed_on_request(self, kit: Kit) -> None:
         sandbox = await kit.sandbox()

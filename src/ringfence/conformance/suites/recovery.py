@@ -11,7 +11,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import ringfence
-from ringfence.conformance.harness import Kit, RuntimeSuite, alive, eventually, finish, nothing_left, run
+from ringfence.conformance.harness import (
+    Kit,
+    RuntimeSuite,
+    alive,
+    eventually,
+    finish,
+    gone,
+    nothing_left,
+    run,
+)
 from ringfence.conformance.plugin import needs
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.levels import Cause
@@ -88,7 +97,7 @@ class RecoverySuite(RuntimeSuite):
             assert (await run(link, "echo", "mine now")).text == "mine now"
             assert (await kit.runtime.measure(sandbox.handle)).runtime == kit.name
             await sandbox.destroy()
-            assert not alive(sandbox.handle)
+            await gone(sandbox.handle)
 
     @needs("recover")
     async def test_an_adopted_wall_can_be_waited_for_and_stopped(self, kit: Kit) -> None:
