@@ -118,13 +118,7 @@ class TestWithNodes:
             "PathInContainer": "/dev/nvidia0",
             "CgroupPermissions": "rw",
         } in told["Devices"]
-        assert [mount["ReadOnly"] for mount in told["Mounts"]] == [True]
-
-    def test_an_engine_by_its_command_line(self, found: cdi.Edits) -> None:
-        words = handing.engine_arguments(found)
-        assert words[words.index("--device") + 1] == "/dev/nvidiactl:/dev/nvidiactl:rw"
-        assert any(word.endswith(",readonly") for word in words)
-        assert not any(word.startswith("--privileged") or ":rwm" in word for word in words)
+        assert all("m" not in device["CgroupPermissions"] for device in told["Devices"])
 
 
 def test_a_spec_without_gpus_stays_as_it_is(spec: StartSpec) -> None:

@@ -70,8 +70,8 @@ RUNTIMES: dict[str, dict[str, Capabilities]] = {
     "wasm": {"root": _WASM, "user": replace(_WASM, pause=False)},
     "firecracker": {"root": _FIRECRACKER, "user": _FIRECRACKER},
     # An image of the engine's, read-only, and sized tmpfs where the workload writes.
-    "docker": {"root": _ENGINE, "user": _ENGINE},
-    "podman": {"root": _ENGINE, "user": _ENGINE},
+    "docker": {"root": replace(_ENGINE, gpu=True), "user": _ENGINE},
+    "podman": {"root": replace(_ENGINE, gpu=True), "user": _ENGINE},
     "fake": {"root": _FAKE, "user": _FAKE},
 }
 

@@ -226,8 +226,6 @@ def check(spec: StartSpec) -> None:
             hint="ask for a disk of at most half of the memory, or use the jail runtime",
             capability="disk_limit",
         )
-    if spec.gpus:
-        raise Unsupported("no GPU by this driver", hint="use runc or gvisor", capability="gpu")
 
 
 def layers(spec: StartSpec) -> tuple[str, ...]:

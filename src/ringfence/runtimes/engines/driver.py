@@ -29,6 +29,7 @@ from ringfence.model.errors import (
     RingfenceError,
     RuntimeUnavailable,
     StartFailed,
+    Unsupported,
 )
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes import linking
@@ -154,6 +155,7 @@ class EngineRuntime(LaunchedRuntime):
             recover=True,
             disk_limit=True,
             pause=True,
+            gpu=self.context.root,
         )
 
     async def probe(self) -> Probe:
@@ -188,7 +190,7 @@ class EngineRuntime(LaunchedRuntime):
         try:
             image, volumes = await self._image(spec)
             name = name_of(spec.id)
-            body = containers.document(spec, image, facts, volumes)
+            body = self._document(spec, image, facts, volumes)
             # To its end even if the caller is cancelled: what is not known to be there can't be removed.
             made = await _whole(
                 self._step("create", self.client().call("POST", "/containers/create", {"name": name}, body))
@@ -213,12 +215,36 @@ class EngineRuntime(LaunchedRuntime):
         except BaseException as error:
             said = await self._said(spec) if isinstance(error, StartFailed) else ""
             await asyncio.shield(asyncio.ensure_future(self._remove(spec.id)))
+            _forget_gpus(spec.folder)
             if said and isinstance(error, StartFailed):
                 raise StartFailed(f"{error.message}: {said}", **error.details) from error
             raise
         finally:
             if stream is not None:
                 stream.close()
+
+    def _document(
+        self, spec: StartSpec, image: str, facts: Facts, volumes: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """The body of a ``create``, with the GPUs that are asked for and the host's security module."""
+        gpus = None
+        if spec.gpus:
+            from ringfence.runtimes.gpu import handing
+
+            if not facts.local:
+                raise Unsupported(
+                    "what GPUs the engine's machine has can't be seen from here",
+                    hint="use an engine on this machine",
+                    capability="gpu",
+                )
+            spec, gpus = handing.prepare(spec)
+        body = containers.document(spec, image, facts, volumes)
+        if gpus is not None:
+            for key, more in handing.engine_host_config(gpus).items():
+                body["HostConfig"][key] = [*(body["HostConfig"].get(key) or []), *more]
+        if facts.local:
+            body["HostConfig"]["SecurityOpt"] += self.context.engine_security(spec)
+        return body
 
     async def recover(self, handle: Handle) -> bool:
         """See the contract: the container runs, and somebody can reach its agent."""
@@ -275,6 +301,7 @@ class EngineRuntime(LaunchedRuntime):
             await linking.end(_link_of(handle))
         with contextlib.suppress(OSError):
             os.unlink(handle.socket_path)
+        _forget_gpus(handle.folder)
 
     async def pause(self, handle: Handle) -> None:
         """See the contract."""
@@ -519,3 +546,10 @@ def _is_of(pid: int, container: str) -> bool:
             return containers.PLACE.encode() in file.read()
     except OSError:
         return False
+
+
+def _forget_gpus(folder: str) -> None:
+    if os.path.isdir(os.path.join(folder, "gpu")):
+        from ringfence.runtimes.gpu import handing
+
+        handing.forget(folder)

@@ -96,31 +96,13 @@ def oci_devices(found: cdi.Edits) -> list[dict[str, Any]]:
 
 
 def engine_host_config(found: cdi.Edits) -> dict[str, Any]:
-    """For the HTTP API of a *local* Docker or podman: parts of ``HostConfig`` (lists to be appended)."""
+    """For the HTTP API of a *local* Docker or podman: lists to be appended to those of ``HostConfig``.
+
+    Driver files and variables are in the spec that :func:`prepare` gives back."""
     return {
         "Devices": [
             {"PathOnHost": node.source, "PathInContainer": node.path, "CgroupPermissions": "rw"}
             for node in found.nodes
         ],
-        "Mounts": [
-            {"Type": "bind", "Source": bind.source, "Target": bind.target, "ReadOnly": True}
-            for bind in found.mounts
-        ],
         "GroupAdd": [str(number) for number in found.groups],
     }
-
-
-def engine_arguments(found: cdi.Edits) -> list[str]:
-    """The same for the command line of ``docker run`` or ``podman run``, variables included."""
-    words: list[str] = []
-    for node in found.nodes:
-        words += ["--device", f"{node.source}:{node.path}:rw"]
-    for bind in found.mounts:
-        # Its fields are divided by commas, and no value can be quoted.
-        if "," not in bind.source + bind.target:
-            words += ["--mount", f"type=bind,source={bind.source},target={bind.target},readonly"]
-    for name, value in found.env:
-        words += ["--env", f"{name}={value}"]
-    for number in found.groups:
-        words += ["--group-add", str(number)]
-    return words

@@ -5,11 +5,12 @@ here: the layers that every host has (namespaces, seccomp, Landlock).
 
 What is applied, and where:
 
-* AppArmor, as root: the jail's first process enters Ringfence's own profile at its exec; engines (docker,
-  podman) are told to use it. Programs that build the wall themselves (bubblewrap, nsjail, runc, crun, runsc)
-  see no ``/sys`` of the host and so no AppArmor: there it is not applied, and the measured boundary says so.
-* SELinux: engines label their containers themselves and are told the type and categories. No other runtime
-  changes its label; walls stay in the domain of the node.
+* AppArmor, as root: the jail's first process enters Ringfence's own profile at its exec; an engine on this
+  machine (docker, podman) is told to use it. Programs that build the wall themselves (bubblewrap, nsjail,
+  runc, crun, runsc) see no ``/sys`` of the host and so no AppArmor: there it is not applied, and the measured
+  boundary says so.
+* SELinux: an engine is told the type for containers and a pair of categories. No other runtime changes its
+  label: walls stay in the domain of the node.
 """
 
 from __future__ import annotations

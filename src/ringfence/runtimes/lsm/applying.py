@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from ringfence.model.errors import HostLimit
 from ringfence.runtimes.contract import StartSpec
 from ringfence.runtimes.lsm import APPARMOR, SELINUX, apparmor, detect, selinux
@@ -41,8 +39,3 @@ class Confining:
         if self.found.module == SELINUX and self.found.usable:
             return selinux.engine_options(number, root=self.root)
         return apparmor.engine_options(self.profile(spec))
-
-
-def possible() -> bool:
-    """Whether there is anything to look at: one call, for those who must not wait."""
-    return os.path.isdir("/sys/kernel/security/apparmor") or os.path.isdir("/sys/fs/selinux")
