@@ -113,7 +113,9 @@ def _show(options: argparse.Namespace) -> int:
         print_json(found)
         return 0
     boundary, usage = found["boundary"], found["usage"]
-    wall = f"{found['runtime']}, {boundary['level'].value} ({boundary['boundary'].value}), {boundary['kernel']}"
+    wall = (
+        f"{found['runtime']}, {boundary['level'].value} ({boundary['boundary'].value}), {boundary['kernel']}"
+    )
     clocks = f"{listing.clock(found['started_at'])}, deadline {listing.clock(found['deadline'])}"
     peak = (usage["memory_peak"] or 0) >> 20
     lines = [

@@ -20,9 +20,10 @@ def execute(options: argparse.Namespace) -> int:
     """Run it. Returns the exit code, as ``ringfence run`` would."""
     if options.command[:1] == ["--"]:
         del options.command[0]
-    argv = requesting.check_command(options)
-    options.env_file, options.changes = [], False
+    # What only a new sandbox can be asked for.
+    options.env_file, options.changes, options.template = [], False, None
     options.allow_dangerous_mount = options.mount = options.policy = options.preset = None
+    argv = requesting.check_command(options)
     requesting.check_modes(options)
     env = requesting.environment(options)
     code: int = asyncio.run(Exec(options, argv, env).main())
