@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -575,3 +576,37 @@ def test_what_is_no_archive(store: TemplateStore, data: bytes) -> None:
 def test_other_compressions_are_named(store: TemplateStore, head: bytes, kind: str) -> None:
     with pytest.raises(InvalidRequest, match=kind):
         add(store, head + bytes(100))
+
+
+def test_damage_anywhere_is_an_error_or_a_layer(store: TemplateStore, place: Place) -> None:
+    """Headers changed at random (always the same way): never another error, never a file outside."""
+    entries = [
+        ("etc", {"kind": DIR}),
+        ("etc/passwd", {"data": b"root"}),
+        ("link", {"kind": SYM, "link": "etc"}),
+        ("hard", {"kind": LNK, "link": "etc/passwd"}),
+        ("n" * 150, {"data": b"x" * 600, "pax": {"SCHILY.xattr.user.a": "b"}}),
+        (".wh.gone", {}),
+    ]
+    whole = tar_of(entries)
+    used = len(whole.rstrip(b"\0"))
+    before = _picture(place)
+    chance = random.Random(20261129)
+    refused = 0
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(used if chance.random() < 0.9 else len(data))
+            data[at] = chance.choice((0, 0x2E, 0x2F, 0x30, 0x31, 0x37, 0x80, 0xFF, chance.randrange(256)))
+        for at in range(0, len(data), 512):  # what was changed passes for a header
+            block = data[at : at + 512]
+            if block[257:262] == b"ustar":
+                block[148:156] = b" " * 8
+                data[at + 148 : at + 156] = b"%06o\0 " % sum(block)
+        limits = ImportLimits(size=1 << 20, entries=100)
+        try:
+            add(store, bytes(data), limits=limits)
+        except RingfenceError:
+            refused += 1
+    assert 0 < refused < 150
+    assert _picture(place) == before

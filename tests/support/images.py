@@ -77,7 +77,8 @@ def _once(name: str, make: object) -> Path:
     place = FOLDER / f"{VERSION}-{name}"
     if place.exists():
         return place
-    FOLDER.mkdir(mode=0o755, exist_ok=True)
+    FOLDER.mkdir(exist_ok=True)
+    FOLDER.chmod(0o755)
     with open(FOLDER / f".{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # sessions at the same time
         if not place.exists():
