@@ -78,7 +78,8 @@ static void add_service(void)
 /* Hands the machine to the init of its own root and goes on in a child. */
 static void start_system(void)
 {
-    char *const arguments[] = {(char *)settings.init, NULL};
+    char *const script = (char *)settings.init_script;
+    char *const arguments[] = {(char *)settings.init, script == NULL ? NULL : "-c", script, NULL};
     char *const environment[] = {"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "TERM=dumb",
                                  "HOME=/", "container=", NULL};
     int gate[2];
@@ -113,7 +114,8 @@ static void start_system(void)
     }
     if (chdir("/root") < 0 || mount(".", "/", "", MS_MOVE, NULL) < 0 || chroot(".") < 0 || chdir("/") < 0)
         die("system", "switch root");
-    add_service();
+    if (script == NULL)
+        add_service();
     execve(settings.init, arguments, environment);
     die("system", settings.init);
 }
@@ -176,6 +178,8 @@ int main(int argc, char **argv)
         die("link", port < 0 ? settings.link : settings.control);
     if (settings.init != NULL) {
         start_system();
+        if (settings.init_script != NULL)
+            return 0; /* the machine is the script's alone */
         await_system();
     }
     cgroup_make();

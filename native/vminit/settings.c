@@ -31,7 +31,7 @@ static void set(char *entry)
 #define NUMBER(name, type, base) if (!strcmp(entry, #name)) { s->name = (type)strtoull(value, NULL, base); return; }
 #define LIST(key, name, counter) if (!strcmp(entry, key)) { \
         list((const char **)s->name, &s->counter, sizeof s->name / sizeof *s->name - 1, value); return; }
-    TEXT(root) TEXT(disk) TEXT(hostname) TEXT(link) TEXT(control) TEXT(init) TEXT(machine_id) TEXT(up)
+    TEXT(root) TEXT(disk) TEXT(hostname) TEXT(link) TEXT(control) TEXT(init) TEXT(init_script) TEXT(machine_id) TEXT(up)
     NUMBER(capabilities, uint64_t, 16) NUMBER(memory, uint64_t, 10) NUMBER(processes, uint64_t, 10)
     NUMBER(shm, uint64_t, 10) NUMBER(agent_uid, uint32_t, 10) NUMBER(agent_gid, uint32_t, 10)
     NUMBER(readonly_root, bool, 10)

@@ -12,7 +12,7 @@ enum { LINK_FD = 3, FILTER_FD = 4, CGROUP_FD = 5 };
 
 /* From the file `config`: zero-terminated `key=value` texts. What may come several times is a list. */
 struct settings {
-    const char *root, *disk, *hostname, *link, *control, *init, *machine_id, *up;
+    const char *root, *disk, *hostname, *link, *control, *init, *init_script, *machine_id, *up;
     const char *modules[32], *read_write[64], *read_only[64], *masked[64], *limits[16], *points[128];
     char *arguments[LIST_MAX], *environment[LIST_MAX];
     unsigned module_count, read_write_count, read_only_count, masked_count, limit_count, point_count, argument_count,

@@ -1,0 +1,331 @@
+"""The parts of a virtual machine without one: archives, kernels, disks, QEMU's arguments, QMP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringfence import _native
+from ringfence.model.errors import HostLimit, InvalidRequest, LinkLost, RuntimeUnavailable, Unsupported
+from ringfence.runtimes.contract import (
+    AGENT_UID,
+    Bind,
+    CgroupPlace,
+    Disk,
+    Identity,
+    IdMap,
+    RootFs,
+    StartSpec,
+)
+from ringfence.runtimes.vm import disks, driver, images, initramfs, kernel, machines, qmp
+
+
+def spec(folder: Path, **changes: object) -> StartSpec:
+    """A sandbox's specification."""
+    made = StartSpec(
+        id="sb-unit",
+        folder=str(folder),
+        hostname="unit",
+        root=RootFs(("/lower",), (), Disk("tmpfs", 64 << 20, 8192), template="sha256:abc"),
+        identity=Identity(1000, 1000, (IdMap(0, 100_000, 65536),), AGENT_UID),
+        cgroup=CgroupPlace(),
+        max_processes=32,
+        max_open_files=256,
+        memory=256 << 20,
+        cpus=1,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def machine(kind: str = "microvm", **changes: object) -> machines.Machine:
+    """A machine."""
+    return replace(machines.Machine(kind, False, 10, 11, 12, "erofs"), **changes)  # type: ignore[arg-type]
+
+
+# -- the first file system
+
+
+def test_archives_are_what_cpio_reads(tmp_path: Path) -> None:
+    entries = [
+        initramfs.Entry("folder"),
+        initramfs.Entry("folder/file", b"content\n", 0o640),
+        initramfs.Entry("e", b""),
+    ]
+    whole = initramfs.archive(entries) + initramfs.archive([initramfs.Entry("second", b"x" * 5000)])
+    assert len(whole) % 512 == 0
+    if shutil.which("cpio") is None:
+        pytest.skip("cpio is not installed")
+    for part in (initramfs.archive(entries), initramfs.archive([initramfs.Entry("second", b"x" * 5000)])):
+        subprocess.run(["cpio", "-idm", "--quiet"], input=part, cwd=tmp_path, check=True)
+    assert (tmp_path / "folder" / "file").read_bytes() == b"content\n"
+    assert (tmp_path / "folder" / "file").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "e").read_bytes() == b""
+    assert (tmp_path / "second").read_bytes() == b"x" * 5000
+
+
+def test_a_config_keeps_whatever_an_environment_holds() -> None:
+    config = initramfs.Config((("env", "A=1\n2 ü"), ("hostname", "x")), b"rules")
+    assert b"env=A=1\n2 \xc3\xbc\0hostname=x\0" in config.encode()
+    assert b"rules" in config.encode()
+
+
+def test_the_first_file_system_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    first = tmp_path / "base"
+    first.write_bytes(initramfs.archive([initramfs.Entry("a", b"1")]))
+    target = tmp_path / "initrd"
+    initramfs.compose(str(first), initramfs.Config((("hostname", "x"),)), str(target), os.geteuid())
+    assert target.stat().st_mode & 0o777 == 0o400
+    assert target.read_bytes().startswith(first.read_bytes())
+    with pytest.raises(OSError, match="exists"):
+        initramfs.compose(str(first), initramfs.Config(()), str(target), os.geteuid())
+
+
+def test_the_guests_init_does_nothing_on_a_host() -> None:
+    done = subprocess.run([_native.path("vminit")], capture_output=True, timeout=10)
+    assert done.returncode == 1
+    assert machines.counter() > 100_000  # kHz
+
+
+# -- kernels
+
+
+def kernel_folder(folder: Path) -> Path:
+    """A made-up kernel folder."""
+    (folder / "modules").mkdir(parents=True)
+    files = {"vmlinuz": b"kernel", "modules/virtio.ko": b"v", "modules/overlay.ko": b"o"}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    digests = {name: kernel._digest(folder / name) for name in files}
+    (folder / "kernel.json").write_text(json.dumps({"release": "6.0-test", "files": digests}))
+    return folder
+
+
+def test_a_kernel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, str(kernel_folder(tmp_path / "good")))
+    found = kernel.find()
+    assert found.release == "6.0-test"
+    assert found.needed("virtio_pci", "erofs") == ["/modules/virtio.ko", "/modules/overlay.ko"]
+
+
+@pytest.mark.parametrize("defect", ["content", "missing", "manifest", "empty"])
+def test_a_kernel_that_is_not_what_was_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    folder = kernel_folder(tmp_path / defect)
+    if defect == "content":
+        (folder / "vmlinuz").write_bytes(b"evil")
+    elif defect == "missing":
+        (folder / "modules" / "overlay.ko").unlink()
+    elif defect == "manifest":
+        (folder / "kernel.json").write_text("{")
+    else:
+        (folder / "kernel.json").write_text(json.dumps({"release": "x", "files": {}}))
+    monkeypatch.setenv(kernel.VARIABLE, str(folder))
+    with pytest.raises(RuntimeUnavailable) as caught:
+        kernel.find()
+    assert caught.value.hint
+
+
+# -- disks
+
+
+def test_what_no_disk_can_be_made_of() -> None:
+    good = RootFs(("/lower",), (), Disk("tmpfs", 1 << 20, 64), template="sha256:abc")
+    disks.check(good)
+    for bad in (
+        replace(good, template="host"),
+        replace(good, image="busybox"),
+        replace(good, binds=(Bind("/usr", "/usr"),)),
+    ):
+        with pytest.raises(Unsupported) as caught:
+            disks.check(bad)
+        assert caught.value.hint
+
+
+def test_a_disks_name_follows_its_layers(tmp_path: Path) -> None:
+    one = RootFs((str(tmp_path / "a"), str(tmp_path / "b")), (), Disk("tmpfs", 1, 1), template="t")
+    assert disks.name_of(one) == disks.name_of(replace(one, readonly=True))
+    assert disks.name_of(one) != disks.name_of(replace(one, lowers=tuple(reversed(one.lowers))))
+    assert disks.name_of(one) != disks.name_of(replace(one, template="u"))
+
+
+def test_copies_of_disks_keep_their_holes(tmp_path: Path) -> None:
+    source, target = tmp_path / "a", tmp_path / "b"
+    with open(source, "wb") as file:
+        file.truncate(64 << 20)
+        file.seek(10 << 20)
+        file.write(b"data")
+    disks.copy(str(source), str(target))
+    assert target.stat().st_size == 64 << 20
+    assert target.stat().st_blocks * 512 < 4 << 20
+    with open(target, "rb") as file:
+        file.seek(10 << 20)
+        assert file.read(4) == b"data"
+    with pytest.raises(FileExistsError):
+        disks.copy(str(source), str(target))
+
+
+def test_cleaning_leaves_what_is_in_use(tmp_path: Path) -> None:
+    for name in ("template-a.erofs", "template-b.erofs", "ext4-1-1.img"):
+        (tmp_path / name).write_bytes(bytes(8192))
+    assert disks.clean(str(tmp_path), {"template-a"}) > 0
+    assert sorted(os.listdir(tmp_path)) == ["ext4-1-1.img", "template-a.erofs"]
+    assert disks.clean(str(tmp_path / "nowhere"), set()) == 0
+
+
+# -- QEMU's arguments
+
+
+@pytest.mark.parametrize("kind", ["microvm", "q35"])
+def test_a_machine_has_no_card_and_no_default_device(tmp_path: Path, kind: str) -> None:
+    words = machines.arguments(machine(kind), spec(tmp_path))
+    assert {"-nodefaults", "-no-user-config"} <= set(words)
+    assert words[words.index("-sandbox") + 1].startswith("on,")
+    assert "spawn=deny" in words[words.index("-sandbox") + 1]
+    text = " ".join(words)
+    assert not any(word in text for word in ("netdev", "-nic", "virtio-net", "usb-", "vga", "vnc", "9p"))
+    assert "readonly=on" in next(word for word in words if word.startswith("if=none,id=template"))
+    assert "-incoming" not in words
+    assert "fd:13" in machines.arguments(machine(kind, incoming=13), spec(tmp_path))
+
+
+def test_a_guest_has_more_memory_than_its_workload(tmp_path: Path) -> None:
+    memory = 256 << 20
+    assert machines.guest_memory(memory) > memory + (100 << 20)
+    assert machines.overhead(memory) > machines.guest_memory(memory) - memory
+    lines = dict(machines.config(machine(), spec(tmp_path), _kernel(), b"f").lines)
+    assert lines["memory"] == str(memory)
+    assert lines["processes"] == "32"
+    assert lines["capabilities"] != "0"
+
+
+def test_the_agents_arguments_name_the_port(tmp_path: Path) -> None:
+    lines = machines.config(machine(), spec(tmp_path), _kernel(), b"f").lines
+    words = [value for key, value in lines if key == "arg"]
+    assert "mux=3" in words
+    assert "filter=4" in words
+    assert "cgroup=5" in words
+    assert not any(word.startswith("listen=") for word in words)
+
+
+def _kernel() -> kernel.Kernel:
+    return kernel.Kernel("/k", "r", ("/m/virtio.ko", "/m/virtio_mmio.ko"), "d")
+
+
+def test_the_telling_line_of_a_console() -> None:
+    text = (
+        "[1.0] boring\x1b[0m\r\nringfence-vminit: disk: /dev/vda:erofs: Invalid argument\r\n[2.0] reboot\r\n"
+    )
+    assert driver.last_words(text) == "ringfence-vminit: disk: /dev/vda:erofs: Invalid argument"
+    assert driver.last_words("one\ntwo\x07\n") == "two"
+    assert driver.last_words("") == ""
+    assert len(driver.last_words("x" * 5000)) <= 300
+
+
+# -- snapshots
+
+
+def test_snapshots_that_do_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "disk").write_bytes(b"disk")
+    mine = images.fitting("qemu", spec(tmp_path), "kernel", "7.2", "q35")
+    data = images.describe(str(tmp_path), mine, memory=False)
+    assert json.loads(json.dumps(data)) == data
+    images.check(str(tmp_path), data, mine)
+    images.check(str(tmp_path), data, mine | {"memory": 1})  # a disk fits any memory
+    with pytest.raises(InvalidRequest, match="its template is"):
+        images.check(str(tmp_path), data, mine | {"template": "other"})
+    (tmp_path / "disk").write_bytes(b"dusk")
+    with pytest.raises(InvalidRequest, match="disk is not what was saved"):
+        images.check(str(tmp_path), data, mine)
+    (tmp_path / "disk").unlink()
+    (tmp_path / "disk").symlink_to("/etc/passwd")
+    with pytest.raises(InvalidRequest, match="damaged"):
+        images.check(str(tmp_path), data, mine)
+
+
+# -- QMP
+
+
+Answer = Callable[[dict[str, object]], bytes | None]
+
+
+@asynccontextmanager
+async def _server(folder: Path, answer: Answer) -> AsyncIterator[None]:
+    writers = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(b'{"QMP": {}}\n')
+        with suppress(ConnectionError, asyncio.CancelledError):
+            while line := await reader.readline():
+                said = answer(json.loads(line))
+                if said is None:
+                    break
+                writer.write(said)
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, str(folder / qmp.NAME))
+    try:
+        yield
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def _echo(call: dict[str, object]) -> bytes:
+    return b'{"event": "X"}\n{"return": {"asked": "%s"}}\n' % str(call["execute"]).encode()
+
+
+async def test_calls_are_answered_whatever_events_come_between(tmp_path: Path) -> None:
+    async with _server(tmp_path, _echo), await qmp.Qmp.open(str(tmp_path)) as machine:
+        assert await machine.call("query-status") == {"asked": "query-status"}
+
+
+async def _refused(folder: Path, answer: Answer, kind: type[Exception]) -> None:
+    async with _server(folder, answer):
+        with pytest.raises(kind):
+            async with await qmp.Qmp.open(str(folder), 2) as machine:
+                await machine.call("stop", within=1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (
+            lambda call: b'{"error": {"desc": "no"}}\n' if call["execute"] == "stop" else b'{"return": {}}\n',
+            HostLimit,
+        ),
+        (lambda call: b"\xff\xfe\n", LinkLost),
+        (lambda call: b"[]\n", LinkLost),
+        (lambda call: b'{"return": ' + b"x" * (2 << 20), LinkLost),
+        (lambda call: None, LinkLost),
+        (lambda call: b"" if call["execute"] == "stop" else b'{"return": {}}\n', LinkLost),
+    ],
+    ids=["error", "no text", "no object", "endless", "gone", "silent"],
+)
+async def test_a_machine_that_answers_badly(tmp_path: Path, answer: Answer, kind: type[Exception]) -> None:
+    await _refused(tmp_path, answer, kind)
+
+
+async def test_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(LinkLost):
+        await qmp.Qmp.open(str(tmp_path))
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(str(tmp_path / qmp.NAME))
+    bound.listen()
+    with pytest.raises(LinkLost):  # accepts, and says nothing
+        await qmp.Qmp.open(str(tmp_path), 0.3)
+    bound.close()
