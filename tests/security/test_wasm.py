@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.conformance.harness import Kit, alive, nothing_left, python, run
+from ringfence.conformance.harness import Kit, gone, nothing_left, python, run
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import InvalidRequest
@@ -212,7 +212,7 @@ async def test_a_dead_worker_takes_everything_with_it(kit: Kit) -> None:
     os.kill(sandbox.handle.pid, signal.SIGKILL)
     end = await sandbox.ended
     assert end.cause is Cause.RUNTIME_CRASH
-    assert not alive(sandbox.handle)
+    await gone(sandbox.handle)
 
 
 async def test_files_of_another_sandbox(kit: Kit) -> None:
