@@ -102,10 +102,10 @@ class Stage:
         return self._victim is not None and self._victim.poll() is None
 
     def victim_ends(self) -> bool:
-        """Does the victim die within a few seconds?"""
+        """Does the victim die soon?"""
         assert self._victim is not None
         try:
-            self._victim.wait(5)
+            self._victim.wait(30)
         except subprocess.TimeoutExpired:
             return False
         return True

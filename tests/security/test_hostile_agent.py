@@ -19,8 +19,9 @@ from security.payloads import FOLDER, program
 WALL = "jail"  # the lies go over the link: any wall will do
 SOURCE = (FOLDER / "evil_agent.c").read_text()
 LIES = sorted(set(re.findall(r'is\("([a-z-]+)"\)', SOURCE)) - {"absurd-limits"})
-PATIENCE = 2  # seconds for a whole conversation
-GREETING = 1  # seconds for HELLO
+PATIENCE = 60  # seconds for a whole conversation
+SILENCE = 2  # seconds of one that no host could tell from a slow, honest one: it is cut short
+GREETING = 1  # seconds for HELLO; a lie is as good late as never
 GROWTH = 64 << 20  # bytes of our own memory that a lie may cost
 
 
@@ -37,12 +38,12 @@ def evil_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-async def ask(node: Node, lie: str) -> str:
+async def ask(node: Node, lie: str, greeting: float = GREETING) -> str:
     """Use a sandbox whose agent tells this lie; what the host made of it."""
     sandbox = None
     try:
         sandbox = await node.create(request_for(WALL, env={"EVIL": lie}))
-        link = await GuestLink.open(await sandbox.runtime.connect(sandbox.handle), timeout=GREETING)
+        link = await GuestLink.open(await sandbox.runtime.connect(sandbox.handle), timeout=greeting)
         try:
             process = await link.start(ProcessSpec(("true",)))
             if lie != "over-credit":  # who takes output gives credit; this one waits for a reader that sleeps
@@ -79,7 +80,7 @@ async def test_a_lie_costs_the_link_only(
         (await liars.context()).agent = str(evil_program)
         before = resident()
         try:
-            outcome = await asyncio.wait_for(ask(liars, lie), PATIENCE)
+            outcome = await asyncio.wait_for(ask(liars, lie), SILENCE if lie in HARMLESS else PATIENCE)
         except TimeoutError:
             outcome = "nothing"
         assert resident() - before < GROWTH
@@ -100,4 +101,4 @@ async def test_a_lie_costs_the_link_only(
 
 
 async def test_the_control_is_an_agent_that_tells_the_truth(node: Node) -> None:
-    assert await ask(node, "none") == "exit:0"
+    assert await ask(node, "none", PATIENCE) == "exit:0"
