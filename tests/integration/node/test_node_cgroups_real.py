@@ -32,7 +32,7 @@ def group() -> Iterator[Group]:
     assert eventually(made.remove)
 
 
-def eventually(check: Callable[[], object], limit: float = 10.0) -> bool:
+def eventually(check: Callable[[], object], limit: float = 60.0) -> bool:
     end = time.monotonic() + limit
     while not check():
         if time.monotonic() > end:
