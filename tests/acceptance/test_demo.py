@@ -42,7 +42,7 @@ def test_without_a_wall_the_attempts_succeed_and_the_host_notices(tmp_path: Path
         assert done.returncode == 0, done.stderr
         text = (out / "attempts.json").read_text()
         assert host.victim is not None
-        host.victim.wait(10)
+        host.victim.wait(60)
         damage = host.damage([text])
     results = json.loads(text)
     assert [result["attempt"] for result in results] == HARMLESS

@@ -54,7 +54,7 @@ class BareAgent:
     def pid(self) -> int:
         """The agent's process id on the host."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (text := children.read_text().split()):
             assert self.process.poll() is None, "the agent did not start"
             assert time.monotonic() < deadline

@@ -236,7 +236,7 @@ class Leaks:
             found += [f"open file {name}" for name in sorted(self._open_files() - self._files)]
         return found
 
-    def settle(self, grace: float = 10.0) -> list[str]:
+    def settle(self, grace: float = 60.0) -> list[str]:
         """Wait until nothing is left (the kernel tears walls down in its own time); returns what still is."""
         end = time.monotonic() + grace
         pause = 0.005
@@ -245,7 +245,7 @@ class Leaks:
             pause = min(pause * 2, 0.1)
         return left
 
-    def check(self, grace: float = 10.0) -> None:
+    def check(self, grace: float = 60.0) -> None:
         """Fail the test if something is left."""
         left = self.settle(grace)
         assert not left, "left behind:\n  " + "\n  ".join(left)
