@@ -46,6 +46,7 @@ def vulnerabilities(program: str, version: str) -> tuple[str, ...]:
     numbers = numbers_of(version)
     if not numbers:
         return ()
+    before = re.search(r"\d[-.~+]?(rc|alpha|beta|dev)", version) is not None  # 1.4.0-rc.1 is not yet 1.4.0
     found = []
     for name, fixes in _FIXES.get(program, ()):
         since = _SINCE.get(name)
@@ -53,6 +54,7 @@ def vulnerabilities(program: str, version: str) -> tuple[str, ...]:
             continue
         own = [good for good in fixes if good[:2] == numbers[:2]]
         bad = numbers < own[0] if own else numbers < fixes[0] or (numbers < fixes[-1] and len(fixes) > 1)
+        bad = bad or (before and numbers in own)
         if bad:
             found.append(name)
     return tuple(found)

@@ -173,7 +173,7 @@ class TestFaults:
         await self.fails(bench, "Failed to create the jail root directory")
 
     async def test_it_hangs(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ringfence.runtimes.firecracker.driver.SNAPSHOT_TIMEOUT", 1.0)
+        monkeypatch.setattr("ringfence.runtimes.firecracker.saving.TIMEOUT", 1.0)
         bench.faults(hang="/machine-config")
         await self.fails(bench, "does not answer PUT /machine-config within 1 s")
 

@@ -12,27 +12,25 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence import _native
+from ringfence.guest.link import GuestLink
 from ringfence.model.errors import (
     GuestError,
-    HostLimit,
-    InvalidRequest,
     LinkLost,
-    RingfenceError,
     RuntimeUnavailable,
     StartFailed,
     Unsupported,
 )
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.contract import Capabilities, Handle, Probe, StartSpec, WallStats
-from ringfence.runtimes.firecracker import images, links, machine
+from ringfence.runtimes.firecracker import files, images, links, machine, saving
 from ringfence.runtimes.firecracker.api import Api, Refused
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.guestargs import environment_of
 from ringfence.runtimes.launching.plan import (
     CLONE_NEWIPC,
     CLONE_NEWNET,
@@ -65,9 +63,6 @@ REMEDY = (
 )
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWTIME
 _WAIT = '"$@"; exit $?'  # not the last command, so that the shell stays and waits
-_FILES = ("state", "memory", "disk")  # of a saved machine
-FORMAT = 1
-SNAPSHOT_TIMEOUT = 120.0  # seconds for the guest's memory to be written or mapped
 _MOST_WORDS = 64 << 10
 
 
@@ -96,7 +91,7 @@ class FirecrackerRuntime(LaunchedRuntime):
 
     async def memory_kills(self, handle: Handle) -> int:
         """Processes of the workload that the guest's kernel killed for memory: the guest's own word."""
-        return int(await links.call(self._jail(handle), "kills"))
+        return int(await links.call(self.jail(handle), "kills"))
 
     # -- the contract
 
@@ -126,7 +121,7 @@ class FirecrackerRuntime(LaunchedRuntime):
     async def connect(self, handle: Handle) -> socket.socket:
         """See the contract."""
         try:
-            return await links.connect(self._jail(handle), links.AGENT)
+            return await links.connect(self.jail(handle), links.AGENT)
         except OSError as error:
             raise LinkLost(
                 f"the guest agent can't be reached: {error.strerror or 'no answer'}", id=handle.id
@@ -148,15 +143,14 @@ class FirecrackerRuntime(LaunchedRuntime):
 
     async def pause(self, handle: Handle) -> None:
         """See the contract."""
-        await self._send(self._jail(handle), [machine.state(running=False)])
+        await self.send(self.jail(handle), [machine.state(running=False)])
 
     async def resume(self, handle: Handle) -> None:
         """See the contract."""
-        await self._send(self._jail(handle), [machine.state(running=True)])
+        await self.send(self.jail(handle), [machine.state(running=True)])
 
     async def stats(self, handle: Handle) -> WallStats:
         """See the contract. Processes are the guest's word: the host sees none of them."""
-        from ringfence.guest.link import GuestLink
         from ringfence.runtimes import measuring
 
         found = measuring.stats(handle.pid)
@@ -177,55 +171,15 @@ class FirecrackerRuntime(LaunchedRuntime):
 
     async def snapshot(self, handle: Handle, folder: str, *, memory: bool = True) -> dict[str, Any]:
         """See the contract. Without ``memory`` the disk alone, after the guest has flushed and frozen it."""
-        from ringfence.guest.link import GuestLink
-
-        jail = self._jail(handle)
-        if memory:
-            async with await GuestLink.open(await self.connect(handle)) as link:
-                await link.quiesce()
-        try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)  # what is in a memory is nobody else's to read
-            if not memory:
-                await links.call(jail, "freeze")
-            await self.pause(handle)
-            try:
-                if memory:
-                    await self._send(jail, [machine.save()], within=SNAPSHOT_TIMEOUT)
-                await asyncio.to_thread(_keep, jail, folder, memory)
-            finally:
-                await self.resume(handle)
-        except BaseException as error:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            if isinstance(error, Refused):
-                raise HostLimit(error.message, hint="is there room on the disk of the state root?") from error
-            if isinstance(error, OSError):
-                raise HostLimit(
-                    f"the snapshot can't be written: {error.strerror}", hint="see the disk"
-                ) from error
-            raise
-        finally:
-            with contextlib.suppress(RingfenceError):  # the machine may have ended: its own error tells more
-                await links.call(jail, "wake" if memory else "thaw")
-            await asyncio.to_thread(_unlink, jail, (machine.STATE, machine.MEMORY))
-        return {
-            "format": FORMAT,
-            "memory": memory,
-            "firecracker": handle.data["firecracker"],
-            "kernel": handle.data["digest"],
-            "template": handle.data["template"],
-            "size": handle.data["size"],
-        }
+        return await saving.save(self, handle, folder, memory=memory)
 
     async def restore(self, spec: StartSpec, folder: str, data: Mapping[str, Any]) -> Handle:
         """See the contract. A machine restored with its memory has the size that it was saved with."""
         self.check(spec)
-        await self._fits(spec, folder, data)
+        await saving.check(spec, folder, data, await self.program_version())
         handle = await self._begin(spec, saved=folder, memory=bool(data["memory"]))
         if not data["memory"]:
             return handle
-        from ringfence.guest.link import GuestLink
-        from ringfence.runtimes.launching.guestargs import environment_of
-
         try:
             async with await GuestLink.open(await self.connect(handle)) as link:
                 await link.bind(env=environment_of(spec), hostname=spec.hostname)
@@ -233,32 +187,6 @@ class FirecrackerRuntime(LaunchedRuntime):
             await self.destroy(handle)
             raise
         return handle
-
-    async def _fits(self, spec: StartSpec, folder: str, data: Mapping[str, Any]) -> None:
-        """Refuse what was saved elsewhere, or not by us.
-
-        Raises:
-            InvalidRequest: it does not fit; the message says what.
-        """
-        if data.get("format") != FORMAT:
-            raise InvalidRequest("the snapshot is of another driver or version", hint="take it anew")
-        for name in _FILES if data.get("memory") else ("disk",):
-            path = os.path.join(folder, name)
-            if not stat.S_ISREG(_mode(path)):
-                raise InvalidRequest(f"the snapshot is damaged: there is no file {name}", hint="take it anew")
-        here = {
-            "firecracker": await self.program_version(),
-            "kernel": (await asyncio.to_thread(kernel.find)).digest,
-            "template": spec.root.template,
-            "size": [machine.memory(spec), machine.processors(spec)],
-        }
-        wanted = here if data["memory"] else {"template": here["template"]}
-        for name, found in wanted.items():
-            if data.get(name) != found:
-                raise InvalidRequest(
-                    f"the snapshot was taken with {name} {data.get(name)}, and here it is {found}",
-                    hint="restore it where it was taken, at the same size",
-                )
 
     # -- starting
 
@@ -314,13 +242,13 @@ class FirecrackerRuntime(LaunchedRuntime):
             opened[:] = [console]
             loop.add_reader(console, _hear, console, words)
             await self._listening(jail, child)
-            await self._send(jail, machine.load() if memory else machine.boot(spec), within=SNAPSHOT_TIMEOUT)
+            await self.send(jail, machine.load() if memory else machine.boot(spec), within=saving.TIMEOUT)
             if memory:
                 # Before its agent hears anybody: an identity of its own, and the time.
-                await _identify(jail, spec.hostname, child, self.start_timeout)
+                await saving.identify(jail, spec.hostname, child, self.start_timeout)
             sock = await links.appear(jail, links.AGENT, child.exited.done, self.start_timeout)
             await _answers(sock, self.start_timeout)
-            _unlink(jail, (machine.INITRD,))  # loaded, and it holds the environment
+            files.unlink(jail, (machine.INITRD,))  # loaded, and it holds the environment
             return self._handle(spec, child, jail, found, template)
         except BaseException as error:
             ended = child is not None and child.exited.done()
@@ -370,12 +298,12 @@ class FirecrackerRuntime(LaunchedRuntime):
         # The monitor is put below by its jailer; nobody else passes through.
         await asyncio.to_thread(os.mkdir, os.path.join(spec.folder, machine.FOLDER), 0o700)
         await asyncio.to_thread(os.makedirs, jail, 0o700)
-        await asyncio.to_thread(_give, image, os.path.join(jail, machine.TEMPLATE))
+        await asyncio.to_thread(files.give, image, os.path.join(jail, machine.TEMPLATE))
         disk = os.path.join(jail, machine.DISK)
         if saved:
             await asyncio.to_thread(disks.copy, os.path.join(saved, "disk"), disk)
         elif spec.root.disk.image is not None:
-            await asyncio.to_thread(_give, spec.root.disk.image, disk)
+            await asyncio.to_thread(files.give, spec.root.disk.image, disk)
         else:
             size, inodes = spec.root.disk.size, spec.root.disk.inodes
             await asyncio.to_thread(disks.writable, store, disk, size, inodes, owner)
@@ -383,10 +311,10 @@ class FirecrackerRuntime(LaunchedRuntime):
         os.chmod(disk, 0o600)
         if memory:
             for name, inside in (("state", machine.STATE), ("memory", machine.MEMORY)):
-                await asyncio.to_thread(_give, os.path.join(saved, name), os.path.join(jail, inside))
+                await asyncio.to_thread(files.give, os.path.join(saved, name), os.path.join(jail, inside))
             return found, kind
         elf = await asyncio.to_thread(images.vmlinux, found, store)
-        await asyncio.to_thread(_give, elf, os.path.join(jail, machine.KERNEL))
+        await asyncio.to_thread(files.give, elf, os.path.join(jail, machine.KERNEL))
         first = await asyncio.to_thread(
             initramfs.base, found, _native.path("vminit"), self.context.agent, store
         )
@@ -440,7 +368,12 @@ class FirecrackerRuntime(LaunchedRuntime):
                 step="version",
             )
 
-    async def _send(self, jail: str, requests: Iterable[machine.Request], within: float = 10.0) -> None:
+    async def send(self, jail: str, requests: Iterable[machine.Request], within: float = 10.0) -> None:
+        """Make these requests of the monitor in that jail, one after the other.
+
+        Raises:
+            Refused, LinkLost: see ``api``.
+        """
         api = Api(jail, machine.API)
         for each in requests:
             call = api.put if each.method == "PUT" else api.patch
@@ -468,7 +401,8 @@ class FirecrackerRuntime(LaunchedRuntime):
         return self.handle(spec, child, inside[0], data)
 
     @staticmethod
-    def _jail(handle: Handle) -> str:
+    def jail(handle: Handle) -> str:
+        """The root of a machine's jail."""
         return os.path.join(handle.folder, handle.data["jail"])
 
     async def _undo(self, child: Child) -> None:
@@ -483,77 +417,18 @@ class FirecrackerRuntime(LaunchedRuntime):
 
 
 async def _answers(sock: socket.socket, within: float) -> None:
-    from ringfence.guest.link import GuestLink
-
     link = await GuestLink.open(sock, timeout=within)
     await link.close()
-
-
-async def _identify(jail: str, hostname: str, child: Child, within: float) -> None:
-    """Wake a restored guest with a name, a machine id, randomness and a clock of its own."""
-    import secrets
-    import time
-
-    (await links.appear(jail, links.CONTROL, child.exited.done, within)).close()
-    now = time.time_ns()
-    for line in (
-        f"hostname {hostname}",
-        f"machine-id {secrets.token_hex(16)}",
-        f"seed {secrets.token_hex(64)}",
-        f"clock {now // 10**9} {now % 10**9}",
-        "wake",
-    ):
-        await links.call(jail, line)
 
 
 def _real(path: str | None) -> str | None:
     return os.path.realpath(path) if path else None
 
 
-def _mode(path: str) -> int:
-    try:
-        return os.lstat(path).st_mode
-    except OSError:
-        return 0
-
-
-def _give(source: str, target: str) -> None:
-    """Show a file in a jail: by another name of it, or a copy where that can't be.
-
-    Raises:
-        OSError: neither could be made.
-    """
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        disks.copy(source, target)
-        os.chmod(target, 0o444)
-
-
-def _keep(jail: str, folder: str, memory: bool) -> None:
-    """Move what the monitor wrote out of its jail, and copy its disk. Nothing that it made is followed."""
-    if memory:
-        for name, inside in (("state", machine.STATE), ("memory", machine.MEMORY)):
-            source = os.path.join(jail, inside)
-            if not stat.S_ISREG(_mode(source)):
-                raise OSError(5, "Firecracker wrote no snapshot", source)
-            target = os.path.join(folder, name)
-            os.rename(source, target)
-            os.chown(target, 0, 0, follow_symlinks=False)
-            os.chmod(target, 0o444)
-    disks.copy(os.path.join(jail, machine.DISK), os.path.join(folder, "disk"))
-
-
-def _unlink(folder: str, names: Iterable[str]) -> None:
-    for name in names:
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, name))
-
-
 def forget(folder: str) -> None:
     """Remove the jail from a sandbox's folder; it may not be there."""
     shutil.rmtree(os.path.join(folder, machine.FOLDER), ignore_errors=True)
-    _unlink(folder, (EXIT_FILE,))
+    files.unlink(folder, (EXIT_FILE,))
 
 
 def _pipe(opened: list[int]) -> tuple[int, int]:
