@@ -107,7 +107,7 @@ def _ended(result: RunResult) -> str:
 async def _serves(sandbox: NodeSandbox) -> bool:
     """Does the agent still take links and run commands?"""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             link = await sandbox.new_link()
             process = await link.start(ProcessSpec(("true",)))
             served = (await process.wait()).code == 0
