@@ -18,7 +18,7 @@ CHOSEN = {
     True: "(it_runs and docker) or (links_in_place and (jail or nsjail)) or one_sandbox "
     "or (mounts_and and jail)",
 }
-LEAST = {False: 40, True: 4}
+LEAST = {False: 30, True: 4}
 
 
 @pytest.mark.timeout(400)

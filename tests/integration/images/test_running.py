@@ -237,6 +237,23 @@ async def test_accounts_of_the_image_stay(home: TemplateStore, node: Node, tmp_p
     await sandbox.destroy()
 
 
+# -- what a template starts
+
+
+async def test_a_template_that_starts_something(home: TemplateStore, node: Node) -> None:
+    start = (
+        "sleep 0.2; echo up > /tmp/up; i=0; while [ $i -lt 20000 ]; do echo $i; i=$((i+1)); done; sleep 999"
+    )
+    options = ImportOptions(
+        name="server", start=("/bin/sh", "-c", start), ready=("/bin/sh", "-c", "test -e /tmp/up")
+    )
+    importing.add(home, str(images.docker_archive()), options)
+    sandbox = await node.create(ask(template="server"))
+    _, text = await run(sandbox, "sh", "-c", "cat /tmp/up; ps | grep -c [s]leep")
+    assert text.splitlines()[0] == "up"
+    await sandbox.destroy()
+
+
 # -- names
 
 
