@@ -40,6 +40,9 @@ wanted() {
 	skopeo=skopeo
 	umoci=umoci
 	mmdebstrap=mmdebstrap
+	qemu-system-x86_64=qemu-system-x86
+	mkfs.erofs=erofs-utils
+	cpio=cpio
 	zstd=zstd
 	docker-registry=docker-registry
 	htpasswd=apache2-utils
@@ -177,5 +180,26 @@ if [ "$(cat "$VENV/.stamp-package" 2> /dev/null)" != "$want" ]; then
     echo "$want" > "$VENV/.stamp-package"
 fi
 "$VENV/bin/python" -m compileall -q -j 0 src examples scripts > /dev/null 2>&1 || true # a read-only checkout starts slower, that is all
+
+# What virtual machines run in the tests: a kernel, and two small Debians. Made once a machine, kept in /var/cache.
+machines() {
+    [ "$MODE" != run ] && [ "$(id -u)" = 0 ] && [ "$(uname -m)" = x86_64 ] && command -v apt-get > /dev/null || return 0
+    local cache=/var/cache/ringfence
+    if ! compgen -G "$cache/kernels/*/kernel.json" > /dev/null; then
+        changed=1
+        say "fetching a kernel for virtual machines"
+        "$VENV/bin/python" -m ringfence.runtimes.vm.kernel > /dev/null || say "no guest kernel; going on without it"
+    fi
+    if ! compgen -G "$cache/tests/*sysvinit-core.tar" > /dev/null || ! compgen -G "$cache/tests/guest-*.erofs" > /dev/null; then
+        changed=1
+        say "making the root file systems of the virtual machines in the tests"
+        PYTHONPATH=.:src "$VENV/bin/python" -c "
+from ringfence.conformance import templates
+from tests.support import guests
+templates.archive()
+guests.system_disk()" || say "could not make them; going on without"
+    fi
+}
+machines
 
 if [ -n "$changed" ]; then say "done"; else say "up to date"; fi

@@ -1,0 +1,49 @@
+"""A node with the drivers of virtual machines, and the template that the conformance suites use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from ringfence.conformance import templates
+from ringfence.conformance.harness import Kit, nothing_left
+from ringfence.model.errors import RingfenceError
+from ringfence.node.service import Node
+from ringfence.runtimes.vm import kernel
+
+
+@pytest.fixture(scope="session")
+def vm_state() -> Iterator[Path]:
+    """A state root with the template, for all tests: its disk is made once."""
+    if os.geteuid() != 0:
+        pytest.skip("virtual machines need root")
+    if shutil.which("qemu-system-x86_64") is None:
+        pytest.skip("QEMU is not installed")
+    try:
+        kernel.find()
+    except RingfenceError as error:
+        pytest.skip(f"no guest kernel: {error.message}")
+    with tempfile.TemporaryDirectory(prefix="rf-vm-", ignore_cleanup_errors=True) as state:
+        Path(state).chmod(0o711)
+        templates.ensure(Path(state))
+        yield Path(state)
+
+
+@pytest.fixture
+async def kit(vm_state: Path) -> AsyncIterator[Kit]:
+    """Sandboxes on qemu-microvm; afterwards nothing of them is left."""
+    node = await Node.open(vm_state)
+    try:
+        made = Kit(vm_state, node, await node.runtime("qemu-microvm"))
+        try:
+            yield made
+        finally:
+            await made.close()
+    finally:
+        await node.close()
+    await nothing_left(vm_state, made.ids, 30)
