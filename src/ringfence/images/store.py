@@ -27,6 +27,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ _counter = itertools.count()
 
 
 class TemplateStore:
-    """One process's view of a store; several may have it open. Not for several threads at once.
+    """One process's view of a store; several may have it open.
 
     Layers that were added through it are safe from collection until :meth:`close`, or until the process ends.
     """
@@ -55,6 +56,7 @@ class TemplateStore:
         self.private = private
         self.layers = private / "layers"
         self._session: Path | None = None
+        self._opening = threading.Lock()
         self._session_lock = -1
 
     @classmethod
@@ -434,6 +436,10 @@ class TemplateStore:
     # -- sessions: what one process is making
 
     def _open_session(self) -> Path:
+        with self._opening:
+            return self._opened_session()
+
+    def _opened_session(self) -> Path:
         if self._session is None:
             tmp = self.folder / "tmp"
             while True:

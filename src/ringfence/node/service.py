@@ -353,7 +353,11 @@ class Node:
         if self.root:
             made.range = self.ranges.take()
         template = self.template_of(request)
-        template.skeleton(process.user)  # making it takes a second, once: not of the sandbox's own time
+        # Making it takes a second, once: not of the sandbox's own time.
+        if template is self.template:
+            template.skeleton(process.user)
+        else:
+            await asyncio.to_thread(template.skeleton, process.user)
         started, deadline = time.time(), supervising.now() + policy.door.limits.timeout
         record: dict[str, Any] = {
             "id": made.name,
