@@ -81,7 +81,7 @@ def _take(step: Step, *, dry_run: bool, quiet: bool) -> dict[str, Any]:
         record |= {"state": LEFT, "detail": reason, "remedy": remedy}
     elif not dry_run:
         if not quiet:
-            note(f"setup: {step.text}")
+            note(step.text)
         try:
             provisioning.do(step)
             record["state"] = DONE
