@@ -216,10 +216,14 @@ def test_credentials_are_never_on_a_command_line_or_a_disk(
     real = shutil.which("skopeo")
     spy = tmp_path / "spy"
     spy.mkdir()
-    (spy / "skopeo").write_text(
-        f'#!/bin/sh\nprintf "%s\\n" "$@" > {spy}/argv\nenv > {spy}/env\nfind {tmp_path}/images -type f | xargs grep -l '
-        f'"auths" > {spy}/files\nexec {real} "$@"\n'
-    )
+    lines = [
+        "#!/bin/sh",
+        f'printf "%s\\n" "$@" > {spy}/argv',
+        f"env > {spy}/env",
+        f"find {tmp_path}/images -type f -exec grep -l auths {{}} + > {spy}/files",
+        f'exec {real} "$@"',
+    ]
+    (spy / "skopeo").write_text("\n".join(lines) + "\n")
     (spy / "skopeo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{spy}:{os.environ['PATH']}")
     login(nobody, registry.host)

@@ -185,7 +185,8 @@ def test_bounds_are_said(tmp_path: Path) -> None:
 
 
 TOP = {
-    "$schema", "bomFormat", "specVersion", "serialNumber", "version", "metadata", "components", "dependencies",
+    "$schema", "bomFormat", "specVersion", "serialNumber", "version", "metadata", "components",
+    "dependencies",
 }  # fmt: skip
 COMPONENT = {
     "type", "bom-ref", "name", "version", "description", "purl", "properties", "evidence", "licenses",
