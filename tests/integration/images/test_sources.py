@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,37 @@ def test_all_forms_are_one_template_unpacked_once(store: TemplateStore) -> None:
     names = [each.template.name for each in added]
     assert names[1] == "tools:1"  # what docker save wrote into it
     assert store.names() == sorted(set(names))
+
+
+def test_layers_that_are_links_in_the_archive(store: TemplateStore, tmp_path: Path) -> None:
+    """Older archives name a folder for each layer; one that was there before is a link to it."""
+    old = tmp_path / "old.tar"
+    with tarfile.open(images.docker_archive()) as source, tarfile.open(old, "w") as target:
+        links = {
+            os.path.normpath(os.path.join(os.path.dirname(member.name), member.linkname)): member.name
+            for member in source
+            if member.issym()
+        }
+        for member in source:
+            content = source.extractfile(member) if member.isfile() else None
+            if member.name == "manifest.json":
+                assert content is not None
+                listed = json.loads(content.read())
+                listed[0]["Layers"] = [links[name] for name in listed[0]["Layers"]]
+                images.add(target, "manifest.json", json.dumps(listed).encode())
+            else:
+                target.addfile(member, content)
+    check_content(importing.add(store, str(old)).template)
+    outside = images.tar_of(
+        [
+            ("manifest.json", {"data": json.dumps([{"Config": "c", "Layers": ["l"]}]).encode()}),
+            ("c", {"kind": tarfile.SYMTYPE, "link": "/etc/passwd"}),
+            ("l", {"kind": tarfile.SYMTYPE, "link": "l"}),
+        ]
+    )
+    old.write_bytes(outside)
+    with pytest.raises(InvalidRequest, match="lacks c"):
+        importing.add(store, str(old))
 
 
 def test_a_registry(store: TemplateStore, registry: str) -> None:
