@@ -100,7 +100,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="oci:IMAGE, a folder in OCI's layout, an archive of an image, rootfs:TAR or debian:SUITE; "
+        help="oci:IMAGE, a folder in OCI's layout, an archive of an image, rootfs:TAR, debian:SUITE or "
+        "snapshot:NAME; "
         "of several images in one place: PATH:NAME",
     )
     parser.add_argument(
@@ -138,6 +139,8 @@ def _add(options: argparse.Namespace) -> int:
 
     if options.name:
         names.full_name(options.name)  # before anything is fetched
+    if options.source.startswith("snapshot:"):
+        return _add_snapshot(options)
     say = reporter(options)
     with opened() as (_, store):
         added = importing.add(store, options.source, import_options(options), say)
@@ -153,6 +156,28 @@ def _add(options: argparse.Namespace) -> int:
     template = added.template
     shared = f", {added.reused} of them here before" if added.reused else ""
     print(f"{template.name}  {template.digest}  {len(template.layers)} layers{shared}")
+    return 0
+
+
+def _add_snapshot(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from ringfence.node.service import Node
+    from ringfence.node.templating import template_from
+
+    snapshot = options.source.partition(":")[2]
+
+    async def make() -> tuple[Template, tuple[str, ...]]:
+        async with await Node.open(adopt=False) as node:
+            return await template_from(node, snapshot, options.name or snapshot)
+
+    template, notes = asyncio.run(make())
+    if options.json:
+        print_json({"template": as_json(template), "notes": notes})
+        return 0
+    for text in notes[:5] if not options.quiet else ():
+        note(printable(text))
+    print(f"{template.name}  {template.digest}  {len(template.layers)} layers")
     return 0
 
 

@@ -97,10 +97,12 @@ async def prepare(
     if request is None:
         owner = Owner(**snapshot.owner) if "owner" not in changes else changes["owner"]
         request = replace(saved, **{"id": None, "keep": False} | changes | {"owner": owner})
+        if snapshot.template.startswith("sha256:"):  # a name may point at another one by now
+            request = replace(request, template=snapshot.template)
     may_use(snapshot, request.owner)
     _check_machine(snapshot)
     _check_wall(snapshot, saved, request)
-    if request.template != saved.template:
+    if request.template not in (saved.template, snapshot.template):
         raise InvalidRequest(
             f"snapshot {snapshot.name} lies over template {saved.template!r}, not {request.template!r}",
             hint="restore it over the template that it was made with",

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, M
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringfence.guest.link import GuestLink
-from ringfence.guest.processes import GuestProcess, Output, ProcessExit, ProcessSpec
+from ringfence.guest.processes import Output, ProcessExit, ProcessSpec
 from ringfence.model.errors import (
     GuestRefused,
     LinkLost,
@@ -26,6 +26,7 @@ from ringfence.model.quantities import format_size
 from ringfence.model.sandbox import EffectiveBoundary, End, SandboxRequest, Usage
 from ringfence.node import supervising
 from ringfence.node.cgroups import Group
+from ringfence.node.commands import NodeProcess as NodeProcess
 from ringfence.node.journal import ENDING, Journal
 from ringfence.node.supervising import Supervisor
 from ringfence.runtimes.contract import Exit, Handle, Layered, RootFs, Runtime
@@ -47,69 +48,6 @@ class RunResult(NamedTuple):
 
     end: End
     usage: Usage
-
-
-class NodeProcess:
-    """A command whose output counts towards the sandbox's output limit. Otherwise a :class:`GuestProcess`."""
-
-    def __init__(self, process: GuestProcess, supervisor: Supervisor) -> None:
-        self.guest = process
-        self.signals: set[int] = set()  # sent to it through us
-        self._supervisor = supervisor
-
-    @property
-    def id(self) -> str:
-        """Its id: attach to it later by this."""
-        return self.guest.id
-
-    @property
-    def pid(self) -> int:
-        """Its process id inside (reported)."""
-        return self.guest.pid
-
-    @property
-    def exit(self) -> ProcessExit | None:
-        """How it ended, or None (reported)."""
-        return self.guest.exit
-
-    @property
-    def offsets(self) -> tuple[int, int]:
-        """Positions in stdout and stderr after what was delivered."""
-        return self.guest.offsets
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        async for output in self.guest:
-            size = len(output.data)
-            kept = self._supervisor.count_output(size)
-            if kept == size:
-                yield output
-            elif kept:
-                yield output._replace(data=output.data[:kept])
-
-    async def wait(self) -> ProcessExit:
-        """See :meth:`GuestProcess.wait`."""
-        return await self.guest.wait()
-
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See :meth:`GuestProcess.write`."""
-        await self.guest.write(data)
-
-    async def close_stdin(self) -> None:
-        """See :meth:`GuestProcess.close_stdin`."""
-        await self.guest.close_stdin()
-
-    async def resize(self, rows: int, columns: int) -> None:
-        """See :meth:`GuestProcess.resize`."""
-        await self.guest.resize(rows, columns)
-
-    async def signal(self, number: int, scope: str = "group") -> None:
-        """See :meth:`GuestProcess.signal`. An end by this signal has the cause ``killed``."""
-        self.signals.add(int(number))
-        await self.guest.signal(number, scope)
-
-    async def close(self) -> None:
-        """See :meth:`GuestProcess.close`."""
-        await self.guest.close()
 
 
 class NodeSandbox:

@@ -262,27 +262,31 @@ def _finish(node: Node, sandbox: NodeSandbox, work: Path, **known: Any) -> Snaps
         template = os.path.basename(sandbox.root.lowers[-1])
     import hashlib
 
-    return node.snapshots.commit(
-        work,
-        Snapshot(
-            **known,
-            runtime=sandbox.runtime.name,
-            machine=os.uname().machine,
-            template=template,
-            host=restoring.programs() if known["kind"] == "memory" and template.startswith("host") else "",
-            wall_digest=request.policy.wall.digest(),
-            request=request_as_json(request),
-            owner=asdict(request.owner),
-            secrets=sandbox.held_secrets,
-            made_by=node.state.owner,
-            made_at=time.time(),
-            source=sandbox.id,
-            size=size,
-            entries=listing.count(b"\n"),
-            tree="sha256:" + hashlib.sha256(listing).hexdigest(),
-        ),
-        listing,
+    from ringfence.node import templating
+
+    made = Snapshot(
+        **known,
+        runtime=sandbox.runtime.name,
+        machine=os.uname().machine,
+        template=template,
+        host=restoring.programs() if known["kind"] == "memory" and template.startswith("host") else "",
+        wall_digest=request.policy.wall.digest(),
+        request=request_as_json(request),
+        owner=asdict(request.owner),
+        secrets=sandbox.held_secrets,
+        made_by=node.state.owner,
+        made_at=time.time(),
+        source=sandbox.id,
+        size=size,
+        entries=listing.count(b"\n"),
+        tree="sha256:" + hashlib.sha256(listing).hexdigest(),
     )
+    templating.hold(node, made)
+    try:
+        return node.snapshots.commit(work, made, listing)
+    except BaseException:
+        templating.release(node, made)
+        raise
 
 
 def _size(folder: Path) -> int:

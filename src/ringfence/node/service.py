@@ -41,7 +41,7 @@ from ringfence.runtimes.launching.processes import birth_of, boot_id
 if TYPE_CHECKING:
     from ringfence.node.fittings import EngineRoot, ImageRoot, ImageTemplates
     from ringfence.node.restoring import Saved
-    from ringfence.node.snapshots import SnapshotStore
+    from ringfence.node.snapshots import Snapshot, SnapshotStore
 
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
@@ -125,7 +125,7 @@ class Node:
         if self._snapshots is None:
             from ringfence.node.snapshots import SnapshotStore
 
-            self._snapshots = SnapshotStore(self.state, root=self.root)
+            self._snapshots = SnapshotStore(self.state, root=self.root, released=self._release_template)
         return self._snapshots
 
     @property
@@ -136,6 +136,11 @@ class Node:
 
             self._images = ImageTemplates(self.state)
         return self._images
+
+    def _release_template(self, snapshot: Snapshot) -> None:
+        from ringfence.node import templating
+
+        templating.release(self, snapshot)
 
     # -- runtimes
 

@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,13 @@ class Snapshot:
 class SnapshotStore:
     """The snapshots of one state root, seen by one node."""
 
-    def __init__(self, state: StateRoot, *, root: bool) -> None:
+    def __init__(
+        self, state: StateRoot, *, root: bool, released: Callable[[Snapshot], None] | None = None
+    ) -> None:
+        """``released`` is called with each snapshot that went."""
         self._state = state
         self._root = root
+        self._released = released
         self.folder = state.snapshots
 
     # -- looking
@@ -272,6 +276,10 @@ class SnapshotStore:
                 raise NotFound(f"snapshot {name} was removed meanwhile", hint="see `ringfence snapshot ls`")
             yield
 
+    def in_work(self, number: str) -> bool:
+        """Whether somebody is just making it."""
+        return any(name.startswith(f".{number}.") for name in os.listdir(self.folder))
+
     def users(self, name: str) -> list[str]:
         """Ids of the sandboxes whose files lie over this snapshot."""
         found = []
@@ -300,7 +308,12 @@ class SnapshotStore:
                     hint="remove them first (`ringfence sandbox rm`), or let them end",
                     sandboxes=users,
                 )
+            known: Snapshot | None = None
+            with contextlib.suppress(InvalidRequest):
+                known = self._read(name)
             gone = self._take_away(name)
+        if known is not None and self._released is not None:
+            self._released(known)
         self._delete(gone)
 
     def drop(self, name: str) -> bool:

@@ -84,6 +84,9 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
         _sweep_files(node, owner)
         node.state.bury(owner, lock)
     node.snapshots.collect()
+    from ringfence.node import templating
+
+    templating.release_lost(node)
     if failures:
         raise failures[0]
     return adopted

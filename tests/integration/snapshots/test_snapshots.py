@@ -354,3 +354,43 @@ async def test_one_holds_it_others_visit(no_leaks: Leaks) -> None:
         assert again.id == sandbox.id
         assert await text(again, "hostname") == sandbox.id
         await again.destroy()
+
+
+async def test_a_template_from_a_snapshot(node: Node) -> None:
+    from ringfence.images import importing
+    from ringfence.images.importing import ImportOptions
+    from ringfence.node import templating
+    from support import images
+
+    store = node.images.store
+    importing.add(store, str(images.docker_archive()), ImportOptions(name="base"))
+    base = store.resolve("base")
+    sandbox = await node.create(replace(ask(user=0), template="base"))
+    await text(sandbox, "echo made > /made; rm -rf /etc/motd; mkdir -p /opt/tool; echo t > /opt/tool/t")
+    made = await sandbox.snapshot("baked")
+    assert made.template == base.digest
+    assert store.pinned(base.digest) == [made.id]
+    copy = await node.restore("baked")
+    assert await text(copy, "cat /made /opt/tool/t") == "made\nt"
+    template, left_out = await templating.template_from(node, "baked", "tool")
+    assert left_out == ()
+    assert len(template.layers) == len(base.layers) + 1
+    assert template.base_digest == base.digest
+    assert template.source == "snapshot:baked"
+    other = await node.create(replace(ask(user=0, memory=300 << 20), template="tool"))  # under any wall
+    assert await text(other, "cat /made /opt/tool/t; hostname") == f"made\nt\n{other.id}"
+    await copy.reset()  # to the image
+    assert await text(copy, "ls /made 2>&1") != "/made"
+    hosts = await node.create(ask())
+    await hosts.snapshot("hosts")
+    with pytest.raises(InvalidRequest, match="host's own programs"):
+        await templating.template_from(node, "hosts", "no")
+    await sandbox.bind_secrets({"token": b"abc"})
+    await sandbox.snapshot("secret")
+    with pytest.raises(InvalidRequest, match="held secrets"):
+        await templating.template_from(node, "secret", "no")
+    for each in node.sandboxes():
+        await each.destroy()
+    for snapshot in node.snapshots.all():
+        node.snapshots.remove(snapshot.name)
+    assert store.pinned(base.digest) == []
