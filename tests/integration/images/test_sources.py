@@ -19,7 +19,7 @@ from ringfence.images.importing import ImportOptions
 from ringfence.images.merged import Merged
 from ringfence.images.store import TemplateStore
 from ringfence.model.errors import HostLimit, InvalidRequest, NotFound, RingfenceError, RuntimeUnavailable
-from support import images
+from support import engines, images
 
 FORMS = {
     "layout": images.layout,
@@ -100,6 +100,29 @@ def test_layers_that_are_links_in_the_archive(store: TemplateStore, tmp_path: Pa
     old.write_bytes(outside)
     with pytest.raises(InvalidRequest, match="lacks c"):
         importing.add(store, str(old))
+
+
+@pytest.mark.parametrize("name", ["docker", "podman"])
+def test_what_an_engine_saves(
+    name: str, store: TemplateStore, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("engines are started as root")
+    engine = request.getfixturevalue(f"{name}_engine")
+    client = (
+        [engines.DOCKER, "--host", engine.address]
+        if name == "docker"
+        else ["podman", "--remote", "--url", engine.address]
+    )
+    saved = tmp_path / "saved.tar"
+    images.call(*client, "load", "--input", str(images.docker_archive()))
+    images.call(*client, "save", "--output", str(saved), "docker.io/library/tools:1")
+    added = importing.add(store, str(saved))
+    check_content(added.template)
+    assert added.template.source == f"docker-archive:{saved}"
+    # The same layers, whoever wrote them down.
+    again = importing.add(store, str(images.layout()), ImportOptions(name="again"))
+    assert again.reused == 4 and again.template.layers == added.template.layers
 
 
 def test_a_registry(store: TemplateStore, registry: str) -> None:
