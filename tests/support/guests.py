@@ -36,7 +36,7 @@ PACKAGES = (
 )
 SUITE = "bookworm"
 NEEDED = (
-    "_pytest", "_yaml", "iniconfig", "packaging", "pluggy", "pygments", "pytest", "pytest_asyncio",
+    "_pytest", "_yaml", "iniconfig", "packaging", "pluggy", "py", "pygments", "pytest", "pytest_asyncio",
     "pytest_timeout", "typing_extensions", "yaml",
 )  # fmt: skip
 MEMORY = 2048  # MiB

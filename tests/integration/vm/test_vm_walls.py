@@ -173,3 +173,11 @@ async def test_files_that_changed_are_not_told(kit: Kit) -> None:
     sandbox = await kit.sandbox(memory=128 << 20, disk=64 << 20)
     with pytest.raises(Unsupported, match="disk is its guest's alone"):
         await sandbox.changes()
+
+
+async def test_the_probe_boots_a_guest(kit: Kit) -> None:
+    probe = await kit.runtime.probe()
+    assert probe.health in (Health.HEALTHY, Health.DEGRADED), probe
+    assert probe.cold_start_ms
+    assert probe.health == Health.HEALTHY or "emulated" in probe.reason
+    assert probe.version
