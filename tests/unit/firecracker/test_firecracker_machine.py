@@ -13,7 +13,11 @@ from ringfence.runtimes.launching.probing import specimen
 from ringfence.runtimes.vm.kernel import Kernel
 from support.firecracker_api import DEFINITIONS, problem
 
-KERNEL = Kernel("/k/vmlinuz", "6.1.0", ("/k/modules/virtio_mmio.ko", "/k/modules/vsock.ko"), "0" * 64)
+MODULES = (
+    "virtio_mmio", "virtio_pci", "virtio_blk", "virtio_console", "vsock", "vmw_vsock_virtio_transport",
+    "erofs",
+)  # fmt: skip
+KERNEL = Kernel("/k/vmlinuz", "6.1.0", tuple(f"/k/modules/{name}.ko" for name in MODULES), "0" * 64)
 
 
 @pytest.fixture
@@ -105,6 +109,8 @@ def test_what_the_guests_init_is_told(spec: StartSpec) -> None:
     lines = dict(found.lines)
     assert (lines["link"], lines["control"]) == (f"vsock:{links.AGENT}", f"vsock:{links.CONTROL}")
     assert (lines["root"], lines["disk"]) == ("/dev/vda:erofs", "/dev/vdb:ext4")
+    modules = {Path(value).stem for key, value in found.lines if key == "module"}
+    assert modules == set(MODULES) - {"virtio_pci", "virtio_console"}
     arguments = [value for key, value in found.lines if key == "arg"]
     assert arguments[0] == "ringfence-agent"
     assert "listen=3" in arguments

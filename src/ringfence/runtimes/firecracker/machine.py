@@ -141,11 +141,13 @@ def config(spec: StartSpec, kernel: Kernel, rules: bytes, template: str) -> Conf
     Raises:
         StartFailed: more than the guest's init takes.
     """
-    machine = machines.Machine("q35", True, stream=-1, control=-1, qmp=-1, template=template)
+    machine = machines.Machine("microvm", True, stream=-1, control=-1, qmp=-1, template=template)
     made = machines.config(machine, spec, kernel, rules)
     ports = {"link": f"vsock:{links.AGENT}", "control": f"vsock:{links.CONTROL}"}
-    lines = []
+    lines = [("module", path) for path in kernel.needed("virtio_mmio", "vsock", template)]
     for key, value in made.lines:
+        if key == "module":
+            continue
         if key == "arg" and value.startswith(("mux=", "listen=")):
             value = "listen=" + value.partition("=")[2]
         lines.append((key, ports.get(key, value)))
