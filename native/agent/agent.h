@@ -22,6 +22,7 @@
 #define WORKERS_MAX 24             /* file operations at once; further ones wait */
 #define WATCHERS_MAX 16
 #define CGROUPS_MAX 16
+#define OWN_MAX 32
 #define LINK_DATA_HIGH (128u << 10)   /* no more DATA is queued on a link above this */
 #define LINK_PARSE_HIGH (256u << 10)  /* no more frames are read from a link above this */
 
@@ -32,6 +33,8 @@ struct config {
     gid_t as_gid;
     uint64_t held; /* capabilities that it keeps there */
     const char *cgroup_folder; /* files 0, 1, … in it are the workload's cgroup.procs */
+    const char *own[OWN_MAX]; /* UID:GID:PATH, given away before anything else */
+    int own_count;
     bool leave; /* the end of the only stream is the end of the sandbox */
     int filter_fd; /* a file of struct sock_filter that the agent puts on itself, or -1 */
     const char *listen_path, *mux_path, *workdir, *home;

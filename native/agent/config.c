@@ -73,6 +73,8 @@ static bool set(const char *key, size_t size, const char *text)
         config.as_gid = (gid_t)pair[1];
         return true;
     }
+    if (KEY("own") && config.own_count < OWN_MAX)
+        return (config.own[config.own_count++] = text)[0] != 0;
     if (KEY("held"))
         return number(text, 16, UINT64_MAX, &config.held);
     if (KEY("leave") && number(text, 10, 1, &value))

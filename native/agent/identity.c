@@ -8,7 +8,7 @@
 #include <grp.h>
 #include <linux/capability.h>
 #include <sched.h>
-#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -94,8 +94,27 @@ static bool keep_capabilities(void)
     return syscall(SYS_capset, &header, sets) == 0;
 }
 
+/* Where the engine can't mount a folder for somebody: ids are those outside, and no link is followed. */
+static bool give_away(void)
+{
+    for (int i = 0; i < config.own_count; i++) {
+        char *rest;
+        unsigned long uid = strtoul(config.own[i], &rest, 10);
+        unsigned long gid = *rest == ':' ? strtoul(rest + 1, &rest, 10) : 0;
+        if (*rest != ':' || rest[1] != '/') {
+            errno = EINVAL;
+            return false;
+        }
+        if (lchown(rest + 1, (uid_t)uid, (gid_t)gid) < 0)
+            return false;
+    }
+    return true;
+}
+
 bool identity_take(void)
 {
+    if (!give_away())
+        return false;
     if (config.users != NULL && !new_namespace())
         return false;
     if (config.as_uid == (uid_t)-1)

@@ -25,6 +25,8 @@ WALLS = (
     "crun/root",
     "crun/user",
     "crun/user+ids",
+    "docker/root",
+    "podman/root",
     "gvisor/root",  # a normal user has no wall of gVisor yet
 )
 # Their root file system, ids and filter are the jail's: what is said of it holds for them if nothing else is.

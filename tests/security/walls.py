@@ -68,19 +68,27 @@ async def run_attack(node: Node, runtime: str, attack: Attack, stage: Stage, *, 
     else:
         sandbox = await node.create(request_for(runtime, **wishes))
     try:
-        argv = await bring_in(sandbox, attack.payload)
-        argv += [arg.format(**things) for arg in attack.args]
-        spec = ProcessSpec(tuple(argv), pty=attack.pty, as_root=zero)
-        outcome, result = await _run(sandbox, spec)
-        if outcome is None:
-            return _ended(result)
-        if "victim" in attack.judge and not stage.victim_lives():
-            return "succeeded"
-        if "agent" in attack.judge and outcome in ("succeeded", "sent"):
-            return "no-effect" if await _serves(sandbox) else "succeeded"
-        return outcome
+        return (await attack_inside(sandbox, attack, stage, zero=zero))[0]
     finally:
         await sandbox.destroy()
+
+
+async def attack_inside(
+    sandbox: NodeSandbox, attack: Attack, stage: Stage, *, zero: bool = False
+) -> tuple[str, bool]:
+    """The outcome of an attack in a sandbox, and whether that is as good as before."""
+    things = {**stage.things(), "state": str(sandbox.journal.folder.parents[1])}
+    argv = await bring_in(sandbox, attack.payload)
+    argv += [arg.format(**things) for arg in attack.args]
+    spec = ProcessSpec(tuple(argv), pty=attack.pty, as_root=zero)
+    outcome, result = await _run(sandbox, spec)
+    if outcome is None:
+        return _ended(result), False
+    if "victim" in attack.judge and not stage.victim_lives():
+        return "succeeded", False
+    if "agent" in attack.judge and outcome in ("succeeded", "sent"):
+        return ("no-effect" if await _serves(sandbox) else "succeeded"), False
+    return outcome, True
 
 
 async def _run(sandbox: NodeSandbox, spec: ProcessSpec) -> tuple[str | None, RunResult]:

@@ -55,7 +55,8 @@ def command(name: str, folder: Path, *options: str) -> list[str]:
     if name == "podman":
         storage = [f"--root={folder}/data", f"--runroot={folder}/run", f"--tmpdir={folder}/tmp"]
         return [
-            "podman", *storage, "--cgroup-manager=cgroupfs", "--events-backend=none", *options,
+            "podman", *storage, "--cgroup-manager=cgroupfs", "--events-backend=none",
+            f"--runtime={shutil.which('runc')}", *options,
             "system", "service", "--time=0", f"unix://{folder}/engine.sock",
         ]  # fmt: skip
     words = [

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from security.attacks import Attack
 from security.tables.bombs import BOMBS
+from security.tables.engines import ENGINES
 from security.tables.files import FILES
 from security.tables.gvisor import GVISOR
 from security.tables.kernel import KERNEL
@@ -20,7 +21,10 @@ ATTACKS: dict[str, Attack] = {}
 for _attack in [*FILES, *PROCESSES, *KERNEL, *NETWORKS, *BOMBS]:
     assert _attack.name not in ATTACKS, _attack.name
     ATTACKS[_attack.name] = _attack
-for _name, (_outcome, _note) in GVISOR.items():
-    _attack = ATTACKS[_name]
-    _notes = "; ".join(part for part in (_attack.note, f"gvisor: {_note}" if _note else "") if part)
-    ATTACKS[_name] = replace(_attack, expect={**_attack.expect, "gvisor/root": _outcome}, note=_notes)
+for _walls, _table in (("gvisor",), GVISOR), (("docker", "podman"), ENGINES):
+    for _name, (_outcome, _note) in _table.items():
+        _attack = ATTACKS[_name]
+        _said = f"{' and '.join(_walls)}: {_note}" if _note else ""
+        _notes = "; ".join(part for part in (_attack.note, _said) if part)
+        _answers = dict.fromkeys((f"{wall}/root" for wall in _walls), _outcome)
+        ATTACKS[_name] = replace(_attack, expect={**_attack.expect, **_answers}, note=_notes)

@@ -9,7 +9,10 @@ and so is the user namespace where the engine gives none: see native/agent/ident
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringfence.model.errors import Unsupported
@@ -34,7 +37,10 @@ CGROUPS = "/.ringfence/cgroup"
 LABEL = "dev.ringfence.sandbox"
 OWNER = "dev.ringfence.folder"
 _RLIMITS = {4: "core", 6: "nproc", 7: "nofile", 8: "memlock"}
-_SETGID, _SETUID, _SETPCAP = 1 << 6, 1 << 7, 1 << 8
+_CHOWN, _SETGID, _SETUID, _SETPCAP = 1 << 0, 1 << 6, 1 << 7, 1 << 8
+# Options of a tmpfs that Podman does not know. What inodes take of memory counts against the sandbox's.
+_FOREIGN = re.compile(r",(?:nr_inodes|uid|gid)=\d+")
+_PODMAN_PROCESSES = 32768  # what its service leaves itself
 _AGENT_MEMORY, _AGENT_PIDS = 32 << 20, 64  # room for the agent, as in the node's own groups
 
 
@@ -71,7 +77,7 @@ def document(spec: StartSpec, image: str, facts: Facts, volumes: tuple[str, ...]
         "PidsLimit": spec.max_processes + _AGENT_PIDS,
         "Tmpfs": _tmpfs(spec, facts, volumes),
         "Mounts": _mounts(spec, facts),
-        "Ulimits": _ulimits(spec),
+        "Ulimits": _ulimits(spec, facts),
         "Init": False,
         "LogConfig": {"Type": "none"},
         "RestartPolicy": {"Name": "no"},
@@ -86,6 +92,8 @@ def document(spec: StartSpec, image: str, facts: Facts, volumes: tuple[str, ...]
         host["Memory"] = host["MemorySwap"] = spec.memory + _AGENT_MEMORY
     if spec.cpus:
         host["NanoCpus"] = int(spec.cpus * 1e9) + 100_000_000
+    if facts.podman:  # which goes by these options, not by the two lists
+        host["SecurityOpt"].append("mask=" + ":".join(host["MaskedPaths"]))
     if facts.runtime:
         host["Runtime"] = facts.runtime
     return {
@@ -120,7 +128,9 @@ def arguments(spec: StartSpec, facts: Facts) -> list[str]:
     if facts.nested:
         found.append("users=" + _map(identity.maps))
         found.append("groups=" + _map(identity.gid_maps or identity.maps))
-    held = agent_capabilities(identity) or 0
+    if facts.podman:
+        found += _given_away(spec, facts)
+    held = agent_capabilities(identity)
     found.append(f"as={identity.agent_uid},{agent_gid(identity)}")
     return [*found, f"held={held:x}"]
 
@@ -139,15 +149,22 @@ def _capabilities(spec: StartSpec, facts: Facts) -> list[str]:
         mask = _SETUID | _SETGID  # to map ids; in its own namespace it has what it needs
     else:
         mask = agent_capabilities(spec.identity) | _SETUID | _SETGID | _SETPCAP
+    if facts.podman:
+        mask |= _CHOWN
     return [name.removeprefix("CAP_") for name in capability_names(mask)]
 
 
-def _ulimits(spec: StartSpec) -> list[dict[str, Any]]:
+def _ulimits(spec: StartSpec, facts: Facts) -> list[dict[str, Any]]:
     found = []
     for number, value in per_process_limits(spec):
         # Counted by user: the agent gives the workload its own limit (``processes=``).
         if _RLIMITS[number] != "nproc":
             found.append({"Name": _RLIMITS[number], "Soft": value, "Hard": value})
+    if facts.podman and facts.local:
+        # It would raise this to more than its service has, which root without CAP_SYS_RESOURCE may not.
+        ours = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        hard = _PODMAN_PROCESSES if ours == resource.RLIM_INFINITY else min(ours, _PODMAN_PROCESSES)
+        found.append({"Name": "nproc", "Soft": hard, "Hard": hard})
     return found
 
 
@@ -174,7 +191,17 @@ def _tmpfs(spec: StartSpec, facts: Facts, volumes: tuple[str, ...]) -> dict[str,
         f"{quiet},size={SECRETS_SIZE},nr_inodes={MOST_SECRETS},mode=0755,uid={agent},gid={agent}"
     )
     found["/dev/shm"] = f"{quiet},mode=1777,{','.join(shm_limits(spec.memory))}"  # noqa: S108
+    if facts.podman:
+        found = {path: _FOREIGN.sub("", options) for path, options in found.items()}
     return found
+
+
+def _given_away(spec: StartSpec, facts: Facts) -> Iterator[str]:
+    """``own=`` arguments of the agent: owners of mounts, where the engine knows no such option."""
+    for path, options in _tmpfs(spec, replace(facts, podman=False), ()).items():
+        owner = re.search(r",uid=(\d+),gid=(\d+)", options)
+        if owner is not None:
+            yield f"own={owner[1]}:{owner[2]}:{path}"
 
 
 def _host_gid(spec: StartSpec) -> int:
