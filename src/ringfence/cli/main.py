@@ -55,8 +55,22 @@ def main(arguments: list[str]) -> int:
         return _report(error, _wants_json(arguments))
 
 
+def _let_interrupts_end_us() -> None:
+    """Ctrl-C kills us, until ``run`` handles signals itself: before that nothing was made.
+
+    Python's own handler raises KeyboardInterrupt wherever it is just then, and where that is a callback of
+    the import system's, as it often is in the first tenth of a second, it is printed and lost.
+    """
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if who started us ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def entry() -> NoReturn:
     """The console script. Leaves without the interpreter's tear-down, which costs as much as a sandbox."""
+    if sys.argv[1:2] == ["run"]:
+        _let_interrupts_end_us()
     for descriptor in (0, 1, 2):
         # Started with a standard stream closed (`<&-`): its number would go to the next socket we open, and
         # what is meant for a user would be written there.
