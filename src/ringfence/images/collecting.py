@@ -90,9 +90,9 @@ class _Collection:
     def sessions(self) -> None:
         """What dead imports left, and what living ones have asked for."""
         tmp = self._store.folder / "tmp"
-        locks = {name[: -len(".lock")] for name in os.listdir(tmp) if name.endswith(".lock")}
-        for name in sorted(locks | {name for name in os.listdir(tmp) if not name.endswith(".lock")}):
-            lock = _try_lock(tmp / f"{name}.lock") if name in locks else -1
+        for name in sorted({name.removesuffix(".lock") for name in os.listdir(tmp)}):
+            # A living session has its lock before its folder, and after it.
+            lock = _try_lock(tmp / f"{name}.lock")
             if lock is None:
                 continue
             try:
