@@ -247,6 +247,27 @@ def test_an_import_under_way_keeps_its_layers(tmp_path: Path) -> None:
         assert other.layer_digests() == []
 
 
+def test_an_import_that_begins_while_a_collection_looks_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.listdir
+    begun: list[object] = []
+    with TemplateStore.open(tmp_path / "images") as adding, TemplateStore.open(tmp_path / "images") as other:
+
+        def listing(path: str | Path) -> list[str]:
+            found = real(path)
+            if Path(path).name == "tmp" and not begun:
+                begun.append(adding.layer("sha256:" + "0" * 64))
+            return found
+
+        monkeypatch.setattr(os, "listdir", listing)
+        assert collecting.collect(other, set).removed == ()
+        monkeypatch.undo()
+        assert begun == [None]
+        with open(images.busybox(), "rb") as file:
+            adding.put("base", [adding.add_layer_from(file)])
+
+
 def test_collections_and_imports_at_once(tmp_path: Path) -> None:
     """Two that add and remove without end, two that collect: a name never points at something incomplete."""
     folder = tmp_path / "images"
