@@ -349,3 +349,14 @@ def test_memory_pressure_kills_the_command_and_not_the_agent(memory_cgroup: Path
             assert run(client, "after", "echo", "fine").out[1] == b"fine\n"
     finally:
         os.close(joined)
+
+
+def test_frames_right_behind_the_hello_are_answered_after_it() -> None:
+    with wall() as walled:
+        client = walled.client(hello=False)
+        start = opening(1, (1, "behind"), *argv("echo", "hi"))
+        client.sock.sendall(frame(HELLO, 0, GREETING) + frame(OPEN, 1, start))
+        assert client.receive().type == HELLO
+        client.reply(1)
+        ended = follow(client, 1)
+        assert (ended.code, bytes(ended.out[1])) == (0, b"hi\n")

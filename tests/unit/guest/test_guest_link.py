@@ -57,6 +57,52 @@ async def test_an_answer_to_an_earlier_host_is_discarded() -> None:
     peer.shut()
 
 
+async def test_calls_may_go_out_behind_the_hello() -> None:
+    ours, peer = pair()
+    link = await GuestLink.open(ours, wait=False)
+    starting = asyncio.create_task(link.start(SPEC))
+    greeting, opened = await peer.receive(), await peer.opened(START)  # both before any answer
+    peer.nonce = greeting.fields.raw(3)
+    await peer.send(peer.hello(epoch=4), reply(opened.channel, (1, 42)))
+    assert (await starting).pid == 42
+    await link.ready()
+    assert link.epoch == 4
+    await link.close()
+    peer.shut()
+
+
+@pytest.mark.parametrize("answer", ["nothing", "an answer too early", "a wrong HELLO", "an end"])
+async def test_what_went_out_behind_the_hello_fails_with_it(answer: str) -> None:
+    ours, peer = pair()
+    link = await GuestLink.open(ours, wait=False, timeout=0.2 if answer == "nothing" else 30)
+    starting = asyncio.create_task(link.start(SPEC))
+    greeting, opened = await peer.receive(), await peer.opened(START)
+    peer.nonce = greeting.fields.raw(3)
+    if answer == "an answer too early":
+        await peer.send(reply(opened.channel, (1, 42)))
+    elif answer == "a wrong HELLO":
+        await peer.send(peer.hello(version=0), reply(opened.channel, (1, 42)))
+    elif answer == "an end":
+        peer.shut()
+    expected = LinkLost if answer in ("nothing", "an end") else ProtocolViolation
+    for call in (starting, link.ready(), link.start(SPEC)):
+        with pytest.raises(expected):
+            await call
+    peer.shut()
+
+
+async def test_a_link_that_is_given_up_ends_what_waits() -> None:
+    async with linked() as (link, peer):
+        process, _ = await started(link, peer)
+        waiting = asyncio.create_task(process.wait())
+        await asyncio.sleep(0)
+        link.abort()
+        link.abort()
+        with pytest.raises(LinkLost):
+            await waiting
+        await peer.ended()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
