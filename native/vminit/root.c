@@ -129,13 +129,28 @@ static void read_only(const char *path)
         die("read-only", path);
 }
 
+#define EMPTY "/.ringfence/empty"
+
+/* What files are covered with: nothing to read, and nobody may write it. */
+static void make_empty(void)
+{
+    mount_at("tmpfs", "/.ringfence", QUIET, "size=4k,nr_inodes=2,mode=0700");
+    int fd = open(EMPTY, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0444);
+    if (fd < 0)
+        die("mask", EMPTY);
+    close(fd);
+}
+
 static void mask(const char *path)
 {
     struct stat found;
     if (lstat(path, &found) < 0)
         return;
-    if (S_ISDIR(found.st_mode) ? mount("tmpfs", path, "tmpfs", QUIET | MS_RDONLY, "size=0,nr_inodes=2,mode=0555")
-                               : mount("/dev/null", path, "", MS_BIND, NULL))
+    if (S_ISDIR(found.st_mode)) {
+        if (mount("tmpfs", path, "tmpfs", QUIET | MS_RDONLY, "size=0,nr_inodes=2,mode=0555") < 0)
+            die("mask", path);
+    } else if (mount(EMPTY, path, "", MS_BIND, NULL) < 0 ||
+               mount("", path, "", MS_BIND | MS_REMOUNT | MS_RDONLY | QUIET, NULL) < 0)
         die("mask", path);
 }
 
@@ -182,6 +197,7 @@ void root_enter(void)
         make_point(settings.points[i]);
     mount_at("proc", "/proc", QUIET, NULL);
     make_devices();
+    make_empty();
     for (unsigned i = 0; i < settings.masked_count; i++)
         mask(settings.masked[i]);
     snprintf(options, sizeof options, "size=1m,nr_inodes=1024,mode=0755,uid=%u,gid=%u", settings.agent_uid,
