@@ -6,7 +6,8 @@ what goes is every process, file and link.
 
 Whoever resets once does so again: after a reset the wall of the next one is made ready in the background and
 *stands by*, an idle agent in a wall that nothing of the workload has seen. Then a reset is an exchange. Walls
-that are whole machines don't stand by: they hold their memory.
+that are whole machines don't stand by: they hold their memory. Of those the first reset saves the new wall
+before anything runs in it, its *base*, and later ones restore that instead of starting a machine again.
 
 The journal's ``walls`` names every wall but the present one, so that nothing is left by whoever is killed.
 """
@@ -21,14 +22,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ringfence.model.errors import RingfenceError
+from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, StartFailed
 from ringfence.model.levels import Boundary
-from ringfence.node import disks, specs, supervising
+from ringfence.node import disks, saving, specs, supervising
 from ringfence.node.journal import handle_as_json, handle_from_json, root_as_json
 from ringfence.node.saving import to_the_end
 from ringfence.node.sweeping import alive
 from ringfence.node.troubles import host_limit
-from ringfence.runtimes.contract import Handle, RootFs
+from ringfence.runtimes.contract import Handle, RootFs, StartSpec
 
 if TYPE_CHECKING:
     from ringfence.node.cgroups import Group
@@ -46,6 +47,7 @@ class Wall(NamedTuple):
     handle: Handle
     group: Group
     root: RootFs
+    snapshot: str = ""  # that it was restored from
 
 
 async def reset(node: Node, sandbox: NodeSandbox, *, standby: bool = True) -> None:
@@ -67,13 +69,16 @@ async def reset(node: Node, sandbox: NodeSandbox, *, standby: bool = True) -> No
         except BaseException:
             await to_the_end(_bury(node, sandbox, wall))
             raise
-        if standby and node_keeps_ready(sandbox):
+        if standby and not _is_machine(sandbox):
             sandbox.standby = asyncio.ensure_future(_stand_by(node, sandbox))
+        elif standby and sandbox.runtime.capabilities().memory_snapshot and not wall.snapshot:
+            with contextlib.suppress(RingfenceError):  # without it the next reset starts a machine again
+                base = await saving.save(node, sandbox, None, "memory", temporary=True)
+                sandbox.mark("base", base.name)
 
 
-def node_keeps_ready(sandbox: NodeSandbox) -> bool:
-    """Whether an idle wall of this kind is small enough to stand by."""
-    return sandbox.runtime.boundary not in (Boundary.HARDWARE, Boundary.EMULATED)
+def _is_machine(sandbox: NodeSandbox) -> bool:
+    return sandbox.runtime.boundary in (Boundary.HARDWARE, Boundary.EMULATED)
 
 
 async def _ready(node: Node, sandbox: NodeSandbox) -> Wall:
@@ -95,7 +100,7 @@ async def _stand_by(node: Node, sandbox: NodeSandbox) -> Wall:
 
 async def _build(node: Node, sandbox: NodeSandbox) -> Wall:
     """A new wall of the sandbox, which nobody uses yet."""
-    request, record, runtime = sandbox.request, sandbox.journal.record, sandbox.runtime
+    request, record = sandbox.request, sandbox.journal.record
     number = int(record.get("numbered", 0)) + 1  # never used again, whatever becomes of it
     name = f"{sandbox.id}-{number}"
     folder = sandbox.journal.folder / f"w{number}"
@@ -105,20 +110,32 @@ async def _build(node: Node, sandbox: NodeSandbox) -> Wall:
         sandbox.mark("numbered", number)
         folder.mkdir(0o711)
         folder.chmod(0o711)
-        group = node.groups.take(name, specs.group_limits(runtime, request), keep=request.keep)
+        group = node.groups.take(name, specs.group_limits(sandbox.runtime, request), keep=request.keep)
         _note(sandbox, number, {"handle": None, "group": group.name})
         disk = disks.prepare(node.state, folder, request.policy.wall.resources, root=node.root)
         root = node.root_fs(request, disk, folder)
         identity = specs.identity(node, record.get("range"), request.policy.wall.process.user)
         spec = specs.start_spec(sandbox.id, folder, request, root, identity, group, wall=name)
-        handle = await runtime.start(spec)
+        handle, snapshot = await _start(node, sandbox, spec)
         _note(sandbox, number, {"handle": handle_as_json(handle), "group": group.name})
-        return Wall(number, handle, group, root)
+        return Wall(number, handle, group, root, snapshot)
     except BaseException as error:
         await to_the_end(_undo(node, sandbox, number, handle, group))
         if isinstance(error, OSError):
             raise host_limit(error, f"make {folder}") from error
         raise
+
+
+async def _start(node: Node, sandbox: NodeSandbox, spec: StartSpec) -> tuple[Handle, str]:
+    """The new wall, and the base that it was restored from if there is one."""
+    base = sandbox.journal.record.get("base")
+    if base:
+        from ringfence.node.restoring import Saved
+
+        with contextlib.suppress(NotFound, InvalidRequest, StartFailed):
+            saved = Saved(node, node.snapshots.get(str(base)), sandbox.runtime)
+            return await saved.start(sandbox.runtime, spec), str(base)
+    return await sandbox.runtime.start(spec), ""
 
 
 async def _undo(
@@ -149,7 +166,7 @@ async def _exchange(node: Node, sandbox: NodeSandbox, wall: Wall) -> None:
             "root": root_as_json(wall.root),
             "generation": wall.number,
             "walls": walls,
-            "snapshot": None,
+            "snapshot": wall.snapshot or None,
             "paused": None,
         }
     )

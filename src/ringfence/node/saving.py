@@ -69,37 +69,42 @@ async def snapshot(
             f"sandbox {sandbox.id} is paused: its agent can't prepare its memory",
             hint="resume it first, or take a disk snapshot",
         )
+    async with sandbox.changing():
+        return await save(node, sandbox, name, chosen, temporary=temporary)
+
+
+async def save(node: Node, sandbox: NodeSandbox, name: str | None, kind: str, *, temporary: bool) -> Snapshot:
+    """The same, by who is changing the sandbox already, of a kind that its runtime has."""
     number = new_id("sn")
     name = number if name is None else name
     node.snapshots.free(name)
-    async with sandbox.changing():
-        await asyncio.to_thread(_check_room, node, sandbox)
-        by_driver = chosen == "memory" or not _layered(sandbox)
-        work = node.snapshots.work(number, passable=by_driver)
-        try:
-            if by_driver:
-                data, consistency, left_out = await _by_driver(sandbox, work, memory=chosen == "memory")
-            else:
-                data, (consistency, left_out) = {}, await _layer(node, sandbox, work)
-            version = await restoring.runtime_version(sandbox.runtime)
-            return await _in_thread(
-                lambda _: _finish(
-                    node,
-                    sandbox,
-                    work,
-                    id=number,
-                    name=name,
-                    kind=chosen,
-                    runtime_version=version,
-                    temporary=temporary,
-                    consistency=consistency,
-                    left_out=left_out,
-                    data=data,
-                )
+    await asyncio.to_thread(_check_room, node, sandbox)
+    by_driver = kind == "memory" or not _layered(sandbox)
+    work = node.snapshots.work(number, passable=by_driver)
+    try:
+        if by_driver:
+            data, consistency, left_out = await _by_driver(sandbox, work, memory=kind == "memory")
+        else:
+            data, (consistency, left_out) = {}, await _layer(node, sandbox, work)
+        version = await restoring.runtime_version(sandbox.runtime)
+        return await _in_thread(
+            lambda _: _finish(
+                node,
+                sandbox,
+                work,
+                id=number,
+                name=name,
+                kind=kind,
+                runtime_version=version,
+                temporary=temporary,
+                consistency=consistency,
+                left_out=left_out,
+                data=data,
             )
-        except BaseException:
-            await to_the_end(asyncio.to_thread(snapshots.delete, work))
-            raise
+        )
+    except BaseException:
+        await to_the_end(asyncio.to_thread(snapshots.delete, work))
+        raise
 
 
 def choose(sandbox: NodeSandbox, kind: str | None) -> str:

@@ -473,8 +473,9 @@ class Node:
             self.ranges.give_back(number)
             self.ranges.release(number, sandbox.id)  # of a kept one; before the folder, which tells of it
         self.state.give_folder(sandbox.journal.folder)
-        if name := sandbox.journal.record.get("snapshot"):
-            self.snapshots.drop(str(name))
+        for key in ("snapshot", "base"):
+            if name := sandbox.journal.record.get(key):
+                self.snapshots.drop(str(name))
 
     def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do something that nobody waits for but :meth:`close`."""

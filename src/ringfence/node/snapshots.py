@@ -285,7 +285,7 @@ class SnapshotStore:
         found = []
         for each in os.listdir(self._state.sandboxes):
             record = journal.read(self._state.sandboxes / each) or {}
-            if record.get("snapshot") == name:
+            if name in (record.get("snapshot"), record.get("base")):
                 found.append(each)
         return sorted(found)
 
