@@ -6,6 +6,7 @@ Each has its own folders, socket and process ids; the machine's own engine, if t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -63,10 +64,15 @@ def command(name: str, folder: Path, *options: str) -> list[str]:
         "dockerd", f"--data-root={folder}/data", f"--exec-root={folder}/run", f"--pidfile={folder}/pid",
         f"--host=unix://{folder}/engine.sock", "--bridge=none", "--iptables=false", "--ip6tables=false",
     ]  # fmt: skip
-    for runtime in ("runsc", "crun"):
-        if (path := shutil.which(runtime)) is not None:
-            words.append(f"--add-runtime={runtime}={path}")
-    return [*words, *options]
+    # gVisor's own network stack is of no use to containers that have none.
+    options_of = {"runsc": ["--network=none"], "crun": []}
+    runtimes = {
+        runtime: {"path": path, "runtimeArgs": options_of[runtime]}
+        for runtime in options_of
+        if (path := shutil.which(runtime)) is not None
+    }
+    (folder / "daemon.json").write_text(json.dumps({"runtimes": runtimes}))
+    return [*words, f"--config-file={folder}/daemon.json", *options]
 
 
 @contextlib.contextmanager

@@ -110,7 +110,8 @@ def document(spec: StartSpec, image: str, facts: Facts, volumes: tuple[str, ...]
         "OpenStdin": True,
         "StdinOnce": spec.ephemeral,  # then the end of the stream is the end of the sandbox
         "Tty": False,
-        "NetworkDisabled": True,
+        # gVisor wants to be given the namespace; without a card either way.
+        "NetworkDisabled": not facts.runtime.startswith(("runsc", "io.containerd.runsc")),
         "Healthcheck": {"Test": ["NONE"]},
         "Labels": {LABEL: spec.id, OWNER: spec.folder},
         "HostConfig": host,

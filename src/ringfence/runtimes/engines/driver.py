@@ -70,6 +70,7 @@ class EngineRuntime(LaunchedRuntime):
         self._client: Client | None = None
         self._info: dict[str, Any] | None = None
         self._images: dict[tuple[str, ...], str] = {}
+        self._loading = asyncio.Lock()
         self._begun: set[str] = set()  # sandboxes of which the engine was told something
 
     # -- the engine
@@ -185,6 +186,8 @@ class EngineRuntime(LaunchedRuntime):
         containers.check(spec)
         _check_folders("folder", spec.folder)
         facts = await self.facts(spec)
+        if facts.local:  # an engine may make what is missing, on the host
+            _check_sources(spec)
         stream: socket.socket | None = None
         self._begun.add(spec.id)
         try:
@@ -354,12 +357,13 @@ class EngineRuntime(LaunchedRuntime):
         name = self._images.get(layers)
         if name is None:
             name = await asyncio.to_thread(images.name_of, spec.root.template, layers)
-        try:
-            await self.client().call("GET", f"/images/{name}/json")
-        except EngineError as error:
-            if error.status != 404:
-                raise StartFailed(f"{self.engine}: {error.message}", step="image") from error
-            await self._step("image", images.load(self.client(), name, spec.root.template, layers))
+        async with self._loading:  # a dozen that start at once send it once
+            try:
+                await self.client().call("GET", f"/images/{name}/json")
+            except EngineError as error:
+                if error.status != 404:
+                    raise StartFailed(f"{self.engine}: {error.message}", step="image") from error
+                await self._step("image", images.load(self.client(), name, spec.root.template, layers))
         self._images[layers] = name
         return name, ()
 
@@ -396,8 +400,11 @@ class EngineRuntime(LaunchedRuntime):
             if "/freezer/" in path:
                 continue
             try:
-                with open(path, "w") as file:
-                    file.write(str(pid))
+                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.write(descriptor, str(pid).encode())
+                finally:
+                    os.close(descriptor)
             except OSError as error:
                 raise StartFailed(
                     f"can't join {path}: {error.strerror}", step="cgroup", errno=str(error.errno)
@@ -516,6 +523,14 @@ def _check_folders(step: str, *paths: str) -> None:
     for path in paths:
         if not os.path.isdir(path):
             raise StartFailed(f"no {step} {path}", step=step, errno=str(errno.ENOENT))
+
+
+def _check_sources(spec: StartSpec) -> None:
+    for bind in spec.root.binds:
+        if not os.path.exists(bind.source):
+            raise StartFailed(
+                f"can't bind {bind.source}: it is not there", step="bind", errno=str(errno.ENOENT)
+            )
 
 
 async def _whole(work: Awaitable[_T]) -> _T:
