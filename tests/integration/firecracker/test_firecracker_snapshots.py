@@ -84,34 +84,34 @@ async def test_a_refused_snapshot_leaves_nothing_and_the_machine_goes_on(bench: 
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"firecracker": "1.14.0"}, "firecracker 1.14.0"),
-        ({"kernel": "other"}, "kernel other"),
-        ({"template": "sha256:2"}, "template sha256:2"),
-        ({"size": [1, 1]}, "size"),
-        ({"format": 2}, "another driver or version"),
-    ],
-    ids=lambda value: "",
-)
-async def test_a_foreign_one_is_refused(bench: Bench, change: dict[str, Any], words: str) -> None:
+async def test_a_foreign_one_is_refused(bench: Bench) -> None:
     folder, data = await saved(bench)
     before = len(bench.calls())
-    with pytest.raises(InvalidRequest, match=words):
-        await bench.driver.restore(bench.spec(), folder, data | change)
+    foreign: dict[str, dict[str, Any]] = {
+        "firecracker 1.14.0": {"firecracker": "1.14.0"},
+        "kernel other": {"kernel": "other"},
+        "template sha256:2": {"template": "sha256:2"},
+        "size": {"size": [1, 1]},
+        "another driver or version": {"format": 2},
+    }
+    for words, change in foreign.items():
+        with pytest.raises(InvalidRequest, match=words):
+            await bench.driver.restore(bench.spec(), folder, data | change)
     assert len(bench.calls()) == before  # nothing was started
 
 
-@pytest.mark.parametrize("name", ["state", "memory", "disk"])
-@pytest.mark.parametrize("how", ["missing", "link"])
-async def test_a_file_that_is_none_is_refused(bench: Bench, name: str, how: str) -> None:
+async def test_a_file_that_is_none_is_refused(bench: Bench) -> None:
     folder, data = await saved(bench)
-    os.unlink(f"{folder}/{name}")
-    if how == "link":
+    before = len(bench.calls())
+    for name in ("state", "memory", "disk"):
+        os.rename(f"{folder}/{name}", f"{folder}/kept")
+        with pytest.raises(InvalidRequest, match=f"no file {name}"):
+            await bench.driver.restore(bench.spec(), folder, data)
         os.symlink("/etc/passwd", f"{folder}/{name}")
-    with pytest.raises(InvalidRequest, match=f"no file {name}"):
-        await bench.driver.restore(bench.spec(), folder, data)
+        with pytest.raises(InvalidRequest, match=f"no file {name}"):
+            await bench.driver.restore(bench.spec(), folder, data)
+        os.rename(f"{folder}/kept", f"{folder}/{name}")
+    assert len(bench.calls()) == before
 
 
 async def test_damaged_state_fails_with_firecrackers_words(bench: Bench) -> None:
