@@ -43,6 +43,7 @@ async def bench(base: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Be
         pytest.skip(f"no guest kernel: {error.message}")
     programs = firecracker_fake.install(base / "bin", _native.agent())
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("RINGFENCE_HOME", str(base))  # where a probe keeps its disk and kernel
     context = await RuntimeContext.open()
     made = Bench(base, programs, context)
     try:
