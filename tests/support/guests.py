@@ -55,10 +55,9 @@ hostname pure-v2
 cd /tmp
 export PYTHONPATH=/project/src:/project/site PYTHONDONTWRITEBYTECODE=1
 echo "RINGFENCE-MOUNTS $(grep -c ' - cgroup ' /proc/self/mountinfo) $(cat /sys/fs/cgroup/cgroup.controllers)"
-python3 -m pytest @ARGUMENTS@ --ringfence-report=/tmp/report.jsonl > /tmp/output 2>&1
+python3 -m pytest @ARGUMENTS@ --ringfence-report=/tmp/report.jsonl
 code=$?
 sed 's/^/RINGFENCE-REPORT /' /tmp/report.jsonl
-[ $code = 0 ] || tail -c 12000 /tmp/output
 echo "RINGFENCE-EXIT $code"
 sync
 echo b > /proc/sysrq-trigger
