@@ -120,7 +120,9 @@ audit: {files: true, network: false}
         Resources(0.5, 64 * MIB, 32 * MIB),
     )
     assert policy.door == Door(
-        Limits(90.0, on_idle="stop", max_template_age=30 * 86400.0), Network("open", record="bodies"), Audit(True, False)
+        Limits(90.0, on_idle="stop", max_template_age=30 * 86400.0),
+        Network("open", record="bodies"),
+        Audit(True, False),
     )
 
 
