@@ -252,9 +252,10 @@ def residue(state: Path, ids: Iterable[str]) -> list[str]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 text = (entry / "cmdline").read_bytes() + (entry / "cgroup").read_bytes()
+                if not any(mark.encode() in text for mark in marks):
+                    continue
                 # A zombie is its parent's to bury, and that is whoever adopts orphans on this machine.
-                dead = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-                if not dead and any(mark.encode() in text for mark in marks):
+                if (entry / "stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
                     found.append(f"process {entry.name} {text[:80]!r}")
     return found
 

@@ -36,7 +36,10 @@ async def main():
     node = await Node.open(sys.argv[1], adopt=False)
     sandbox = await node.create(request_for(sys.argv[2], keep=sys.argv[3] == "keep"))
     link = await sandbox.link()
-    code = "import time\\nfor n in range(1, 201): print(n, flush=True); time.sleep(0.01)"
+    code = (
+        "import os, time\\nfor n in range(1, 201):\\n print(n, flush=True)\\n"
+        " while n == 100 and not os.path.exists('go'): time.sleep(0.01)"
+    )
     await link.start(ProcessSpec(("/usr/bin/python3", "-I", "-S", "-c", code), id="counting"))
     print(sandbox.id, sandbox.handle.pid, flush=True)
     await asyncio.sleep(600)
@@ -91,7 +94,9 @@ class RecoverySuite(RuntimeSuite):
             assert alive(sandbox.handle)
             assert await kit.runtime.recover(sandbox.handle) is True
             link = await kit.link(sandbox)
-            # The command ran on, nothing of its output is lost, and new ones can be run.
+            # The command runs on, nothing of its output is lost, and new ones can be run.
+            assert [(p.id, p.state) for p in await link.processes()] == [("counting", "running")]
+            await link.files.write("go", b"")
             done = await finish(await link.attach("counting", stdout=0))
             assert done.stdout == b"".join(b"%d\n" % n for n in range(1, 201))
             assert (await run(link, "echo", "mine now")).text == "mine now"
