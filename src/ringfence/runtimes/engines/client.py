@@ -82,7 +82,7 @@ class Client:
         except TimeoutError:
             sock.close()
             raise self._silent() from None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             sock.close()
             raise self._broken(error) from error
         except BaseException:
@@ -157,7 +157,7 @@ async def _send_chunks(writer: asyncio.StreamWriter, parts: Iterable[bytes]) -> 
 async def _answer(reader: asyncio.StreamReader) -> Any:
     head = await reader.readuntil(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
-    status = int(lines[0].split()[1])
+    status = _status(lines[0])
     headers = {
         name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
     }
@@ -208,10 +208,17 @@ async def _hijacked_head(sock: socket.socket) -> tuple[int, bytes]:
             raise ConnectionResetError("no answer")
         end = (head + seen).find(b"\r\n\r\n")
         head += sock.recv(len(seen) if end < 0 else end + 4 - len(head))
-    status = int(head.split()[1])
+    status = _status(head.split(b"\r\n")[0].decode("latin-1"))
     if status in (101, 200):
         return status, b""
     return status, await loop.sock_recv(sock, 1 << 16)
+
+
+def _status(line: str) -> int:
+    words = line.split()
+    if len(words) < 2 or not words[0].startswith("HTTP/"):
+        raise ValueError("no answer in HTTP")
+    return int(words[1])
 
 
 def _message(body: bytes) -> str:

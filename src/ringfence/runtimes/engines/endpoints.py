@@ -166,7 +166,7 @@ def parse(engine: str, host: str, carrier: tuple[str, ...]) -> Endpoint:
         name, _, port = rest.rstrip("/").rpartition(":")
         if name and port.isdigit() and int(port) < 1 << 16:
             return Endpoint(engine, host, host=name.strip("[]"), port=int(port))
-    if scheme in ("ssh", "tcp") and engine == "docker":
+    if engine == "docker" and (scheme == "ssh" or (scheme == "tcp" and carrier)):
         command = carrier or ("docker", "-H", host, "system", "dial-stdio")
         if shutil.which("docker") is None:
             raise RuntimeUnavailable(
