@@ -11,7 +11,8 @@ import pytest
 from ringfence.node.service import Node
 from security.attacks import WALLS
 from security.stage import Stage
-from security.walls import caller
+from security.tables import ATTACKS
+from security.walls import SHARED, caller, shares
 
 RUNTIMES = ("jail", "bubblewrap", "nsjail", "runc", "crun", "gvisor")
 
@@ -21,7 +22,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "wall" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--ringfence-runtime")
         walls = [name for name in RUNTIMES if f"{name}/{caller()}" in WALLS]
-        metafunc.parametrize("wall", [name for name in walls if not chosen or name in chosen])
+        walls = [name for name in walls if not chosen or name in chosen]
+        if metafunc.definition.originalname == "test_attack":
+            pairs = [(wall, name) for wall in walls for name in ATTACKS if not shares(wall, ATTACKS[name])]
+            metafunc.parametrize(("wall", "name"), pairs)
+            return
+        if metafunc.definition.originalname == "test_attacks_in_one_sandbox":
+            walls = [name for name in walls if f"{name}/{caller()}" in SHARED]
+        metafunc.parametrize("wall", walls)
 
 
 @pytest.fixture(scope="module")

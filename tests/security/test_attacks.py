@@ -9,10 +9,9 @@ from ringfence.node.service import Node
 from security.attacks import WALLS
 from security.stage import Stage
 from security.tables import ATTACKS, zero
-from security.walls import caller, run_attack
+from security.walls import caller, in_one_sandbox, run_attack, shares
 
 
-@pytest.mark.parametrize("name", ATTACKS)
 async def test_attack(name: str, wall: str, node: Node, stage: Stage, request: pytest.FixtureRequest) -> None:
     attack = ATTACKS[name]
     reason = attack.deviation(f"{wall}/{caller()}")
@@ -22,6 +21,14 @@ async def test_attack(name: str, wall: str, node: Node, stage: Stage, request: p
         pytest.skip(f"{LISTED}only root can make a set-user-ID program to try")
     outcome = await run_attack(node, wall, attack, stage)
     assert outcome == attack.expect[f"{wall}/{caller()}"]
+
+
+@pytest.mark.timeout(600)
+async def test_attacks_in_one_sandbox(wall: str, node: Node, stage: Stage) -> None:
+    attacks = [attack for attack in ATTACKS.values() if shares(wall, attack)]
+    wrong = await in_one_sandbox(node, wall, stage, attacks)
+    assert not wrong, "\n".join(wrong)
+    assert len(attacks) > 100
 
 
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if zero.by_root(attack)])
