@@ -33,6 +33,7 @@ examples:
   ringfence template add oci:docker.io/library/python:3.12-slim
   ringfence template add image.tar --name tools        # from docker save, or an OCI archive
   ringfence template add ./layout:3.12                 # a folder in OCI's layout
+  ringfence template ls                                # every verb has --json and --help
   ringfence run --template tools -- python3 job.py
   ringfence template rm tools && ringfence template gc --budget 20GiB"""
 

@@ -82,12 +82,14 @@ class SnapshotSuite(RuntimeSuite):
         assert made.runtime == saving.name
         assert not made.secrets
         await self._shell(saving, sandbox, "rm -r /workspace/*")  # it goes on, and what it does is its own
-        copies = [await self._restored(saving, name) for name in ("files", made.id)]
+        names = ("files", made.id) if saving.capabilities.overlay else (made.id,)  # a machine takes its time
+        copies = [await self._restored(saving, name) for name in names]
         for copy in copies:
             assert await self._shell(saving, copy, look) == before
             assert (await (await saving.link(copy)).processes())[0].state != "running"
         await self._shell(saving, copies[0], "echo mine > /workspace/file")
-        assert await self._shell(saving, copies[1], "cat /workspace/file") == "kept"
+        for copy in copies[1:]:
+            assert await self._shell(saving, copy, "cat /workspace/file") == "kept"
 
     @needs("disk_snapshot", "programs", "user_zero", "overlay")
     async def test_what_was_deleted_stays_so_also_in_the_second_generation(self, saving: Kit) -> None:
