@@ -30,7 +30,7 @@ def name_of(template: str, layers: tuple[str, ...]) -> str:
     Layers of a template with a digest are named by it and what lies above (folders named by their content);
     for the host's skeleton everything in it counts.
     """
-    found = hashlib.sha256(f"1 {os.uname().machine} {template}\n".encode())
+    found = hashlib.sha256(f"2 {os.uname().machine} {template}\n".encode())
     for layer in layers:
         if template == "host":
             _fingerprint(found, layer)
@@ -159,6 +159,8 @@ def _add(
 ) -> None:
     member = tarfile.TarInfo(name)
     member.mode, member.uid, member.gid = stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid
+    if info.st_uid == os.geteuid():  # a normal user's layers are all its own, and stand for root's
+        member.uid = member.gid = 0
     member.mtime = int(info.st_mtime)
     if stat.S_ISCHR(info.st_mode) and info.st_rdev == 0:
         member.name = f"{os.path.dirname(name)}/.wh.{os.path.basename(name)}".lstrip("/")
