@@ -45,6 +45,8 @@ wanted() {
 	cpio=cpio
 	zstd=zstd
 	docker-registry=docker-registry
+	dockerd=docker.io
+	podman=podman
 	htpasswd=apache2-utils
 	LIST
     [ "$MODE" != fuzz ] || echo clang=clang

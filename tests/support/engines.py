@@ -63,6 +63,7 @@ def command(name: str, folder: Path, *options: str) -> list[str]:
     words = [
         "dockerd", f"--data-root={folder}/data", f"--exec-root={folder}/run", f"--pidfile={folder}/pid",
         f"--host=unix://{folder}/engine.sock", "--bridge=none", "--iptables=false", "--ip6tables=false",
+        f"--cgroup-parent=/{folder.name}",
     ]  # fmt: skip
     # gVisor's own network stack is of no use to containers that have none.
     options_of = {"runsc": ["--network=none"], "crun": []}
@@ -126,6 +127,16 @@ def _take_down(engine: Engine) -> None:
     for mount in sorted((mount for mount in mounts if mount.startswith(f"{engine.folder}/")), reverse=True):
         subprocess.run(["umount", "--lazy", mount], check=False)
     shutil.rmtree(engine.folder, ignore_errors=True)
+    _remove_cgroups(engine.folder.name if engine.name == "docker" else "libpod_parent")
+
+
+def _remove_cgroups(name: str) -> None:
+    """Those below the engine's parent, in every hierarchy: the kernel removes empty ones only."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if " - cgroup" in line:
+            for folder, _, _ in os.walk(f"{line.split()[4]}/{name}", topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
 
 
 def _mentioning(text: str) -> list[int]:
