@@ -121,7 +121,7 @@ class SnapshotSuite(RuntimeSuite):
         async for _ in writer:
             break
         saved = []
-        for number in range(3):
+        for number in range(3 if saving.capabilities.overlay else 1):  # a machine takes its time
             if (made := await self._saved(saving, sandbox, f"load{number}")) is not None:
                 saved.append(made.name)
         assert writer.exit is None
@@ -149,7 +149,7 @@ class SnapshotSuite(RuntimeSuite):
                 raise
             return None
 
-    @needs("disk_snapshot", "programs")
+    @needs("disk_snapshot", "programs", "overlay")  # machines are forked with their memory, below
     async def test_copies_of_a_fork_are_each_their_own(self, saving: Kit) -> None:
         sandbox = await saving.sandbox()
         await self._shell(saving, sandbox, "echo common > /workspace/file")
