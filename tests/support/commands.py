@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "ringfence")
-PATIENCE = 60  # seconds; a machine with two busy cores is slow, never this slow
+PATIENCE = 180  # seconds; a machine with two busy cores is slow, never this slow
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
