@@ -240,7 +240,7 @@ async def test_a_full_disk_is_said(make: Builder) -> None:
 
 
 async def test_memory_and_time_are_said(make: Builder) -> None:
-    with pytest.raises(BuildFailed, match="memory") as caught:
+    with pytest.raises(BuildFailed, match=r"line 2, RUN: .*more than 128MiB") as caught:
         await make("RUN head -c 400000000 /dev/zero | tail -c 399999999 > /dev/null\n")
     assert "--memory" in caught.value.hint
     with pytest.raises(BuildFailed, match="its time was up") as caught:
