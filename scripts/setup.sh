@@ -183,7 +183,7 @@ if [ "$(cat "$VENV/.stamp-package" 2> /dev/null)" != "$want" ]; then
 fi
 "$VENV/bin/python" -m compileall -q -j 0 src examples scripts > /dev/null 2>&1 || true # a read-only checkout starts slower, that is all
 
-# What virtual machines run in the tests: a kernel, and two small Debians. Made once a machine, kept in /var/cache.
+# What virtual machines run in the tests: a kernel, and two small root file systems. Made once a machine, kept in /var/cache.
 machines() {
     [ "$MODE" != run ] && [ "$(id -u)" = 0 ] && [ "$(uname -m)" = x86_64 ] && command -v apt-get > /dev/null || return 0
     local cache=/var/cache/ringfence

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -37,11 +39,10 @@ def docker(*words: str, stdin: bytes | None = None) -> str:
 
 
 @pytest.fixture
-async def kit(docker_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Kit]:
+async def kit(docker_engine: Engine) -> AsyncIterator[Kit]:
     """A node with docker; afterwards nothing is left, no container either."""
-    state = tmp_path_factory.mktemp("state")
-    for folder in (state, state.parent, state.parent.parent):
-        folder.chmod(0o711)
+    state = Path(tempfile.mkdtemp(prefix="rf-docker-"))
+    state.chmod(0o711)  # the sandbox's own user passes through
     node = await Node.open(state)
     made = Kit(state, node, await node.runtime("docker"))
     try:
@@ -50,6 +51,7 @@ async def kit(docker_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -
         await made.close()
         await node.close()
     await nothing_left(state, {*made.ids, node.state.owner})
+    shutil.rmtree(state)
     assert docker("ps", "--all", "--quiet") == ""
     assert docker("volume", "ls", "--quiet") == ""
 
