@@ -6,6 +6,8 @@ import os
 import tempfile
 from importlib.metadata import entry_points
 
+from hypothesis import HealthCheck, settings
+
 from support.engines import docker_engine, engine_of_the_runtime, podman_engine
 from support.leaks import no_leaks
 
@@ -18,3 +20,7 @@ if not any(found.name == "ringfence" for found in entry_points(group="pytest11")
 
 # Compiling the WebAssembly interpreters takes half a minute: once a user of this machine, not once a session.
 os.environ.setdefault("RINGFENCE_MODULES", f"{tempfile.gettempdir()}/ringfence-test-modules-{os.geteuid()}")
+
+# Hypothesis for busy machines: no deadlines, no complaint about slow data, nothing written to disk.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+settings.load_profile("busy")
