@@ -52,6 +52,9 @@ mount -t cgroup2 cgroup2 /sys/fs/cgroup || echo "no cgroup2"
 mount -t erofs -o ro /dev/vdc /project || echo "no project"
 echo 10000 > /proc/sys/user/max_user_namespaces
 hostname pure-v2
+# A file system that can be mounted with other owners: tmpfs and overlays of this kernel can not.
+mount -t ext4 /dev/vdb /mnt && mkdir -p /mnt/tmp && chmod 1777 /mnt/tmp
+export TMPDIR=/mnt/tmp
 cd /tmp
 export PYTHONPATH=/project/src:/project/site PYTHONDONTWRITEBYTECODE=1
 echo "RINGFENCE-MOUNTS $(grep -c ' - cgroup ' /proc/self/mountinfo) $(cat /sys/fs/cgroup/cgroup.controllers)"
