@@ -44,6 +44,12 @@ class Promise:
         if not ok:
             self.state = VIOLATED
 
+    def unseen(self, text: str) -> None:
+        """The host can't see its side: what the inside calls held does not count alone."""
+        self.outside = f"{self.outside}; {text}".removeprefix("; ")
+        if self.state == HELD:
+            self.state = UNKNOWN
+
 
 @dataclass(slots=True)
 class Findings:
@@ -216,7 +222,10 @@ def _judge(findings: Findings, canaries: Canaries, user: int) -> None:
     rows["no-new-privileges"].judge(
         wall.no_new_privs, f"no_new_privs: {'yes' if wall.no_new_privs else 'no'}"
     )
-    rows["seccomp"].judge(wall.seccomp == "filter", f"seccomp: {wall.seccomp}")
+    if wall.seccomp == "unknown":
+        rows["seccomp"].unseen("seccomp: unknown")
+    else:
+        rows["seccomp"].judge(wall.seccomp == "filter", f"seccomp: {wall.seccomp}")
     held = ", ".join(wall.capabilities)
     rows["capabilities"].judge(not wall.capabilities or (user == 0 and wall.user_namespace), held or "none")
     rows["identity"].judge(wall.host_uid != 0, f"host uid {wall.host_uid}")

@@ -56,7 +56,7 @@ class EffectiveBoundary:
     namespaces: tuple[str, ...]  # those that differ from the host's: user mnt pid net ipc uts cgroup time
     user_namespace: bool
     host_uid: int  # the workload's user id as the host sees it
-    seccomp: str  # disabled, strict or filter: /proc/PID/status
+    seccomp: str  # disabled, strict or filter: /proc/PID/status; unknown (and a note) if that can't be read
     no_new_privs: bool
     capabilities: tuple[str, ...]  # effective ones of the workload, e.g. () or ("CAP_CHOWN",)
     landlock: str  # "abi N", "absent" or "not-applied"

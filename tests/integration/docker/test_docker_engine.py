@@ -196,6 +196,9 @@ async def test_another_oci_runtime(kit: Kit, name: str) -> None:
     if program == "runsc":
         assert measured.boundary is Boundary.USERSPACE_KERNEL
         assert any("the engine's own word" in note for note in measured.notes)
+        status = Path(f"/proc/{sandbox.handle.pid}/status").read_text()
+        assert (measured.seccomp == "filter") == ("\nSeccomp:\t2" in status), "of gVisor's own process"
+        assert measured.kernel.startswith(kernel)
 
 
 def hybrid() -> bool:
@@ -252,6 +255,7 @@ async def use_from_afar(state: Path, image: str) -> None:
         assert sandbox.handle.pid == sandbox.handle.data["link"][0]
         measured = await sandbox.runtime.measure(sandbox.handle)
         assert any("the engine's own word" in note for note in measured.notes)
+        assert measured.seccomp == "unknown", "nobody here can read it"
         await link.close()
         await sandbox.destroy()
     finally:

@@ -12,11 +12,15 @@ import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ringfence.model.errors import RuntimeUnavailable
-from ringfence.runtimes.engines import images
+from ringfence.model.levels import Boundary, Level
+from ringfence.model.sandbox import EffectiveBoundary
+from ringfence.runtimes.contract import Handle
+from ringfence.runtimes.engines import images, measuring
 from ringfence.runtimes.engines.client import Client, EngineError
 from ringfence.runtimes.engines.endpoints import Endpoint, find, parse
 
@@ -169,3 +173,45 @@ def test_layers_become_an_archive(tmp_path: Path) -> None:
         assert upper.extractfile("etc/a").read() == b"changed"  # type: ignore[union-attr]
         if os.geteuid() == 0:
             assert "etc/.wh.b" in upper.getnames()
+
+
+def _measured(
+    host: dict[str, object], *, boundary: Boundary = Boundary.NAMESPACES, nested: bool = True, pid: int = 0
+) -> EffectiveBoundary:
+    """What is made of an engine's words."""
+    driver = SimpleNamespace(name="docker", level=Level.L2, boundary=boundary)
+    data = {"nested": nested, "uid": 70_000, "local": False, "capabilities": 0}
+    handle = Handle("docker", 1, "sb", "/nowhere", 1, 1, "boot", data)
+    container = {"HostConfig": {"NetworkMode": "none", "SecurityOpt": ["no-new-privileges"], **host}}
+    info = {"KernelVersion": "6.1", "SecurityOptions": []}
+    return measuring.from_engine(driver, handle, container, info, pid)
+
+
+def test_of_a_filter_that_can_not_be_seen_nothing_is_claimed() -> None:
+    found = _measured({})
+    assert (found.seccomp, found.level, found.boundary) == ("unknown", Level.L2, Boundary.NAMESPACES)
+    assert any("seccomp is unknown" in note for note in found.notes)
+    machine = _measured({}, boundary=Boundary.HARDWARE, pid=os.getpid())
+    assert (machine.seccomp, machine.kernel) == ("unknown", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("host", "nested", "why"),
+    [
+        ({"SecurityOpt": []}, True, "can gain privileges"),
+        ({"Privileged": True}, True, "privileged"),
+        ({}, False, "user namespace"),
+    ],
+)
+def test_a_wall_that_is_none_is_said_to_be_none(host: dict[str, object], nested: bool, why: str) -> None:
+    found = _measured(host, nested=nested)
+    assert (found.level, found.boundary) == (Level.L1, Boundary.NONE)
+    assert any(why in note for note in found.notes)
+
+
+def test_a_filter_that_is_not_there_is_seen() -> None:
+    seen = Path("/proc/self/status").read_text()
+    if "\nSeccomp:\t0" not in seen:
+        pytest.skip("this process has a filter of its own")
+    found = _measured({}, pid=os.getpid())
+    assert (found.seccomp, found.boundary) == ("disabled", Boundary.NONE)

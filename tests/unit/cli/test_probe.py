@@ -94,6 +94,14 @@ def test_the_host_can_not_mend_what_the_inside_found_open():
     assert state(findings, "seccomp") == probe.VIOLATED
 
 
+def test_what_the_host_can_not_see_does_not_count_as_held():
+    findings = judged(boundary=wall(seccomp="unknown"))
+    assert state(findings, "seccomp") == probe.UNKNOWN
+    assert not findings.ok
+    findings = judged(ALL_HELD | {"seccomp": [False, "Seccomp: 0"]}, boundary=wall(seccomp="unknown"))
+    assert state(findings, "seccomp") == probe.VIOLATED
+
+
 def test_limits_and_clean_up(tmp_path):
     folder = tmp_path / "sb"
     handle = SimpleNamespace(pid=2**22, birth=0, boot_id="", folder=str(folder))

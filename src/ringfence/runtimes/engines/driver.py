@@ -335,7 +335,10 @@ class EngineRuntime(LaunchedRuntime):
         found = await self._inspect(handle)
         if found is None:
             raise LinkLost(f"sandbox {handle.id} has ended", id=handle.id)
-        return measuring.from_engine(self, handle, found, await self.info())
+        info = await self.info()
+        pid = int((found.get("State") or {}).get("Pid") or 0) if self._local(info) else 0
+        known = pid and _is_of(pid, str(found["Id"]))
+        return measuring.from_engine(self, handle, found, info, pid if known else 0)
 
     # -- steps of a start
 
