@@ -38,7 +38,7 @@ from ringfence.runtimes.launching.plan import (
     Plan,
 )
 from ringfence.runtimes.launching.processes import readable
-from ringfence.runtimes.launching.steps import MASKED, add_cgroups, add_limits
+from ringfence.runtimes.launching.steps import MASKED, add_cgroups, add_limits, writable_folders
 
 START_TIMEOUT = 10.0  # seconds until the agent behind bwrap must answer
 _LISTEN, _ARGS, _SECCOMP, _INFO, _AGENT, _CGROUPS = 3, 4, 5, 6, 7, 8
@@ -46,7 +46,6 @@ _MOST_TEXT = 4096  # bytes of bwrap's own messages
 _STAGE = f"{STAGE}/stage"
 _MERGED = f"{_STAGE}/root"
 _MOST_APART = 3  # layers: the host's and a template of one layer, each with the sandbox's own mount points
-_SMALLEST = 64 << 10  # bytes of a writable folder
 # (first version that is not affected, first that is, number)
 _VULNERABILITIES = (
     ((0, 0, 0), (0, 1, 3), "CVE-2016-8659"),
@@ -277,30 +276,11 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
                 yield from ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
             elif os.path.lexists(path):
                 yield from ("--ro-bind", "/dev/null", path)
-        for path, size, mode in _writable(files):
+        for path, size, mode in writable_folders(files):
             yield from ("--perms", mode, "--size", str(size), "--tmpfs", path)
         for path in files.read_only:
             yield from ("--remount-ro", path)
         yield from ("--remount-ro", "/", "--chdir", "/")
-
-
-def _writable(files: RootFs) -> list[tuple[str, int, str]]:
-    """(path, bytes, mode) of each writable folder: the first gets half of the disk, the others the rest."""
-    paths = list(files.read_write if files.readonly else dict.fromkeys((*files.writable, *files.read_write)))
-    bound = {bind.target for bind in files.binds}
-    paths = sorted(
-        (path for path in paths if path not in bound), key=lambda path: (path != "/workspace", path)
-    )
-    # A folder inside another has its room already.
-    paths = [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
-    if not paths:
-        return []
-    first = files.disk.size if len(paths) == 1 else files.disk.size // 2
-    rest = (files.disk.size - first) // max(1, len(paths) - 1)
-    return [
-        (path, max(_SMALLEST, first if index == 0 else rest), "1777" if path.endswith("tmp") else "0755")
-        for index, path in enumerate(paths)
-    ]
 
 
 def _entries(lowers: tuple[str, ...], path: str, merged: str = "") -> Iterator[str]:

@@ -14,6 +14,7 @@ from ringfence.runtimes import bubblewrap, measuring
 from ringfence.runtimes.contract import Bind, Disk, RootFs
 from ringfence.runtimes.launching import freezing, sockets
 from ringfence.runtimes.launching.processes import ProcessRef, birth_of, boot_id
+from ringfence.runtimes.launching.steps import writable_folders
 
 
 def test_a_socket_path_may_be_longer_than_a_sockaddr(tmp_path: Path) -> None:
@@ -86,21 +87,21 @@ def files(**changes: object) -> RootFs:
 
 
 def test_writable_folders_share_the_disk() -> None:
-    shares = bubblewrap._writable(files())
+    shares = writable_folders(files())
     assert {path for path, _, _ in shares} == {"/workspace", "/tmp", "/var/tmp", "/home/agent"}
     assert shares[0][:2] == ("/workspace", 32 << 20)
     assert sum(size for _, size, _ in shares) <= 64 << 20
 
 
 def test_a_read_only_root_has_only_what_the_policy_lets_be_written() -> None:
-    assert bubblewrap._writable(files(readonly=True)) == []
-    assert bubblewrap._writable(files(readonly=True, read_write=("/data", "/data/sub"))) == [
+    assert writable_folders(files(readonly=True)) == []
+    assert writable_folders(files(readonly=True, read_write=("/data", "/data/sub"))) == [
         ("/data", 64 << 20, "0755")
     ]
 
 
 def test_a_folder_of_the_host_is_not_covered_by_a_tmpfs() -> None:
-    shares = bubblewrap._writable(files(binds=(Bind("/host", "/workspace", read_only=False),)))
+    shares = writable_folders(files(binds=(Bind("/host", "/workspace", read_only=False),)))
     assert "/workspace" not in {path for path, _, _ in shares}
 
 

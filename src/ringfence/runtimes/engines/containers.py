@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringfence.model.errors import Unsupported
-from ringfence.runtimes.bubblewrap import _writable as writable_folders
 from ringfence.runtimes.contract import IdMap, StartSpec
 from ringfence.runtimes.launching.guestargs import agent_arguments, environment
 from ringfence.runtimes.launching.steps import (
@@ -29,6 +28,7 @@ from ringfence.runtimes.launching.steps import (
     agent_gid,
     per_process_limits,
     shm_limits,
+    writable_folders,
 )
 from ringfence.runtimes.measuring import capability_names
 

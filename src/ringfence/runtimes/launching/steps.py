@@ -34,6 +34,7 @@ SHM_SMALLEST = 16 << 20  # bytes of /dev/shm where the sandbox's memory is not g
 BYTES_PER_INODE = 8192  # of /dev/shm, as of a sandbox's disk
 SECRETS_SIZE = 1 << 20
 MOST_SECRETS = 1024
+_SMALLEST = 64 << 10  # bytes of a writable folder
 _MOST_PATHS = 6  # layers whose paths are given to overlay as they are
 
 
@@ -147,3 +148,22 @@ def escaped(path: str) -> str:
     if "\n" in path:
         raise InvalidRequest(f"a layer's path has a line break: {path!r}")
     return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
+
+
+def writable_folders(files: RootFs) -> list[tuple[str, int, str]]:
+    """(path, bytes, mode) of each writable folder: the first gets half of the disk, the others the rest."""
+    paths = list(files.read_write if files.readonly else dict.fromkeys((*files.writable, *files.read_write)))
+    bound = {bind.target for bind in files.binds}
+    paths = sorted(
+        (path for path in paths if path not in bound), key=lambda path: (path != "/workspace", path)
+    )
+    # A folder inside another has its room already.
+    paths = [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
+    if not paths:
+        return []
+    first = files.disk.size if len(paths) == 1 else files.disk.size // 2
+    rest = (files.disk.size - first) // max(1, len(paths) - 1)
+    return [
+        (path, max(_SMALLEST, first if index == 0 else rest), "1777" if path.endswith("tmp") else "0755")
+        for index, path in enumerate(paths)
+    ]
