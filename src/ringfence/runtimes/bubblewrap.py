@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from ringfence.model.errors import GuestError, RingfenceError, RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import STAGE, RuntimeContext
-from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
+from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, StartSpec
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
