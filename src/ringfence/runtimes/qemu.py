@@ -1,6 +1,7 @@
 """``qemu-microvm`` (level 3) and ``qemu`` (level 4): a kernel of its own, in a virtual machine.
 
-``qemu-microvm`` boots our init and the guest agent over the template: a machine without a PC's devices.
+``qemu-microvm`` boots our init and the guest agent over the template: with KVM in a machine without a PC's
+devices, emulated in a PC (see ``QemuRuntime.machine``).
 ``qemu`` is a PC that boots the template's own system: its init starts first, our agent when that is up.
 
 Nothing is shared with the host but three byte streams (agent, control, console) and two disks; there is no
@@ -15,7 +16,6 @@ import os
 from ringfence.model.errors import StartFailed
 from ringfence.model.levels import Level
 from ringfence.runtimes.contract import StartSpec
-from ringfence.runtimes.vm import machines
 from ringfence.runtimes.vm.driver import QemuRuntime
 
 INITS = ("/sbin/init", "/usr/sbin/init", "/lib/systemd/systemd", "/usr/lib/systemd/systemd")
@@ -27,11 +27,6 @@ class MicrovmRuntime(QemuRuntime):
     name = "qemu-microvm"
     level = Level.L3
     kind = "microvm"
-
-    @property
-    def keeps_memory(self) -> bool:
-        """See the base. An emulated guest that found its clock's speed out by itself loses it on the way."""
-        return self.kvm or machines.counter() > 0
 
 
 class FullRuntime(QemuRuntime):

@@ -27,7 +27,7 @@ from ringfence.runtimes.contract import (
     RootFs,
     StartSpec,
 )
-from ringfence.runtimes.vm import disks, driver, images, initramfs, kernel, machines, qmp
+from ringfence.runtimes.vm import cleaning, disks, driver, images, initramfs, kernel, machines, probing, qmp
 
 
 def spec(folder: Path, **changes: object) -> StartSpec:
@@ -176,11 +176,58 @@ def test_copies_of_disks_keep_their_holes(tmp_path: Path) -> None:
 
 
 def test_cleaning_leaves_what_is_in_use(tmp_path: Path) -> None:
-    for name in ("template-a.erofs", "template-b.erofs", "ext4-1-1.img"):
-        (tmp_path / name).write_bytes(bytes(8192))
-    assert disks.clean(str(tmp_path), {"template-a"}) > 0
-    assert sorted(os.listdir(tmp_path)) == ["ext4-1-1.img", "template-a.erofs"]
-    assert disks.clean(str(tmp_path / "nowhere"), set()) == 0
+    names = (
+        "template-a.erofs", "template-b.erofs", "ext4-1-1.img", "initramfs-1", "initramfs-2", "vmm-1",
+        "vmm-2", "vmlinux-1", "other",
+    )  # fmt: skip
+    for age, name in enumerate(names):
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (10**9 + age, 10**9 + age))
+    cleaning.used(str(tmp_path / "initramfs-1"))  # used again
+    kept = cleaning.keeper(str(tmp_path), {"template-a"}, busy=False)
+    assert [name for name in names if not kept(name)] == ["template-b.erofs", "initramfs-2", "vmm-1"]
+    kept = cleaning.keeper(str(tmp_path), {"template-a"}, busy=True)
+    assert [name for name in names if not kept(name)] == ["template-b.erofs", "initramfs-2"]
+    assert not cleaning.keeper(str(tmp_path / "nowhere"), set(), busy=False)("template-a.erofs")
+
+
+def test_template_gc_cleans_the_vm_store(tmp_path: Path) -> None:
+    from ringfence.images.store import TemplateStore
+    from ringfence.node.collecting import collect
+
+    place = tmp_path / "vm"
+    place.mkdir()
+    for age, name in enumerate(("template-gone.erofs", "ext4-1-1.img", "initramfs-1", "initramfs-2")):
+        (place / name).write_bytes(b"x")
+        os.utime(place / name, (10**9 + age, 10**9 + age))
+    (place / "template-new.erofs").write_bytes(b"x")  # somebody may be about to use it
+    store = TemplateStore.open(tmp_path / "images")
+    assert sorted(name for _, name, _ in collect(tmp_path, store, dry_run=True).removed) == [
+        "initramfs-1",
+        "template-gone.erofs",
+    ]
+    assert len(os.listdir(place)) == 5
+    collect(tmp_path, store)
+    assert sorted(os.listdir(place)) == ["ext4-1-1.img", "initramfs-2", "template-new.erofs"]
+
+
+def test_what_booted_before_need_not_boot_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "_PROVED", str(tmp_path / "machine"))
+    assert probing._remembered("key") is None
+    probing._remember("key", 1234.5)
+    found = probing._remembered("key")
+    assert found is not None
+    assert found[0] == 1234.5
+    assert probing._remembered("another") is None  # of other programs
+    record = json.loads((tmp_path / "machine").read_text())
+    for changed in ({"when": record["when"] - 10**6}, {"when": record["when"] + 10**6}, {"when": "x"}):
+        (tmp_path / "machine").write_text(json.dumps(record | changed))
+        assert probing._remembered("key") is None
+    (tmp_path / "machine").unlink()
+    (tmp_path / "real").write_text(json.dumps(record))
+    (tmp_path / "machine").symlink_to(tmp_path / "real")
+    assert probing._remembered("key") is None
+    assert sorted(os.listdir(tmp_path)) == ["machine", "real"]
 
 
 # -- QEMU's arguments

@@ -262,17 +262,3 @@ def copy(source: str, target: str) -> None:
                 if sent == 0:
                     break
                 start += sent
-
-
-def clean(folder: str, wanted: set[str]) -> int:
-    """Remove template images that none of ``wanted`` (names of :func:`name_of`) names; bytes freed."""
-    freed = 0
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
-            name = entry.name.partition(".")[0]
-            if entry.name.startswith("template-") and name not in wanted:
-                with contextlib.suppress(OSError):
-                    size = entry.stat().st_blocks * 512
-                    os.unlink(entry.path)
-                    freed += size
-    return freed

@@ -49,7 +49,7 @@ _ANSWER = 60.0  # seconds for an agent that was asleep to answer
 
 
 class QemuRuntime(LaunchedRuntime):
-    """Base of the drivers. Subclasses say which machine, and whether the guest has an init of its own."""
+    """Base of the drivers. Subclasses say which machine (with KVM), and whether the guest has an init."""
 
     level: Level
     kind = "microvm"
@@ -57,11 +57,6 @@ class QemuRuntime(LaunchedRuntime):
     start_deadline = 120.0  # seconds: an emulated machine on a busy host
     start_timeout = 100.0  # of them for the guest to come up
     boundary: Boundary
-
-    @property
-    def keeps_memory(self) -> bool:
-        """Snapshots of a machine's memory come back to life."""
-        return True
 
     def __init__(self, context: RuntimeContext) -> None:
         super().__init__(context)
@@ -94,7 +89,7 @@ class QemuRuntime(LaunchedRuntime):
             host_template=False,
             gpu=self.kind == "q35",  # by VFIO; the microvm machine has no PCI
             disk_snapshot=True,
-            memory_snapshot=self.keeps_memory,
+            memory_snapshot=True,
         )
 
     async def probe(self) -> Probe:
@@ -168,10 +163,6 @@ class QemuRuntime(LaunchedRuntime):
         from ringfence.guest.link import GuestLink
         from ringfence.runtimes.vm import images
 
-        if memory and not self.keeps_memory:
-            raise Unsupported(
-                f"{self.name} has no memory snapshots", hint="use runtime qemu", capability="memory_snapshot"
-            )
         if memory:
             link = await GuestLink.open(await self.connect(handle))
             try:
@@ -199,7 +190,7 @@ class QemuRuntime(LaunchedRuntime):
 
         self.check(spec)
         found = await asyncio.to_thread(kernel.find)
-        mine = images.fitting(self.name, spec, found.digest, await self._version(), self.kind)
+        mine = images.fitting(self.name, spec, found.digest, await self._version(), self.machine)
         await asyncio.to_thread(images.check, folder, data, mine)
         disk = os.path.join(spec.folder, DISK)
         owner = spec.identity.host_uid(spec.identity.agent_uid)
@@ -261,6 +252,15 @@ class QemuRuntime(LaunchedRuntime):
         """Machines are run by the processor itself."""
         return self.boundary is Boundary.HARDWARE
 
+    @property
+    def machine(self) -> str:
+        """What QEMU is asked for. Emulated, it is always a PC.
+
+        ``microvm`` has no timer but the processor's own, and nothing to check that one's speed against: on a
+        busy host a guest finds out a wrong one, or switches it off, and then never wakes.
+        """
+        return self.kind if self.kvm else "q35"
+
     async def _start(
         self, spec: StartSpec, *, disk: str = "", memory: int = -1, template: tuple[str, str] | None = None
     ) -> Handle:
@@ -288,7 +288,7 @@ class QemuRuntime(LaunchedRuntime):
                 listeners[name] = _listener(spec.folder, name)
             numbers = {name: _FIRST + index for index, name in enumerate(listeners)}
             machine = machines.Machine(
-                self.kind,
+                self.machine,
                 self.kvm,
                 stream=numbers[STREAM],
                 control=numbers[control.NAME],
@@ -344,7 +344,7 @@ class QemuRuntime(LaunchedRuntime):
                 "disk": writable,
                 "template": [image, kind],
                 "kvm": self.kvm,
-                "fitting": images.fitting(self.name, spec, found.digest, await self._version(), self.kind),
+                "fitting": images.fitting(self.name, spec, found.digest, await self._version(), self.machine),
             }
             return self.handle(spec, child, child.pid, data)
         except BaseException as error:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from ringfence.model.errors import HostLimit
 from ringfence.model.values import dataclass
+from ringfence.runtimes.vm import cleaning
 from ringfence.runtimes.vm.kernel import Kernel
 
 INIT, AGENT, CONFIG, FILTER = "init", "agent", "config", "filter"  # names in the archive
@@ -59,6 +60,7 @@ def base(kernel: Kernel, init: str, agent: str, folder: str) -> str:
             digest.update(hashlib.sha256(content).digest())
         target = os.path.join(folder, f"initramfs-{digest.hexdigest()[:32]}")
         if os.path.exists(target):
+            cleaning.used(target)
             return target
         entries = [
             Entry(name) for name in ("dev", "proc", "sys", "modules", "lower", "disk", "root", "cgroup")

@@ -64,8 +64,7 @@ def overhead(memory: int) -> int:
 def counter() -> int:
     """kHz of this host's time stamp counter; 0 where it can't be told.
 
-    Under emulation the guest sees the host's counter. On a busy host it can't measure it (there is no other
-    clock that can be trusted), and then its timers never fire.
+    Under emulation the guest sees the host's counter, and on a busy host it can't measure it well.
     """
     try:
         done = subprocess.run(
@@ -94,7 +93,7 @@ def command_line(machine: Machine) -> str:
         )  # between programs of one guest; an emulated processor guesses nothing
         if frequency := counter():
             words += [f"tsc_early_khz={frequency}", "tsc=reliable", "clocksource=tsc"]
-        # A tick that comes by itself: one that is lost on a busy host is followed by the next.
+        # A tick that comes by itself: one that is lost is followed by the next.
         words += ["nohz=off", "highres=off"]
     return " ".join(words)
 

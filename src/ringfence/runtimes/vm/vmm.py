@@ -42,6 +42,7 @@ from ringfence.runtimes.launching.plan import (
 )
 from ringfence.runtimes.launching.processes import boot_id
 from ringfence.runtimes.launching.steps import add_cgroups
+from ringfence.runtimes.vm import cleaning
 
 PROGRAM = "/qemu"
 _VERDICT = "/run/ringfence-kvm"
@@ -67,6 +68,7 @@ async def root(program: str, folder: str) -> str:
     if known is None or not os.path.isdir(known):  # noqa: ASYNC240 - a stat
         libraries = await _libraries(program)
         known = _made[program, folder] = await asyncio.to_thread(_root, program, libraries, folder)
+    cleaning.used(known)
     return known
 
 
