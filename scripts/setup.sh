@@ -183,19 +183,20 @@ if [ "$(cat "$VENV/.stamp-package" 2> /dev/null)" != "$want" ]; then
 fi
 "$VENV/bin/python" -m compileall -q -j 0 src examples scripts > /dev/null 2>&1 || true # a read-only checkout starts slower, that is all
 
-# What virtual machines run in the tests: a kernel, and two small root file systems. Made once a machine, kept in /var/cache.
+# What virtual machines run in the tests: a kernel, and two small root file systems. Made once a machine, kept in /var/cache/ringfence
+# (or RINGFENCE_CACHE). Whoever is interrupted leaves nothing that counts as made; what can't be made costs some tests.
 machines() {
     [ "$MODE" != run ] && [ "$(id -u)" = 0 ] && [ "$(uname -m)" = x86_64 ] && command -v apt-get > /dev/null || return 0
-    local cache=/var/cache/ringfence
+    local cache=${RINGFENCE_CACHE:-/var/cache/ringfence}
     if ! compgen -G "$cache/kernels/*/kernel.json" > /dev/null; then
         changed=1
         say "fetching a kernel for virtual machines"
-        "$VENV/bin/python" -m ringfence.runtimes.vm.kernel > /dev/null || say "no guest kernel; going on without it"
+        timeout --foreground -k 10 900 "$VENV/bin/python" -m ringfence.runtimes.vm.kernel > /dev/null || say "no guest kernel; going on without it"
     fi
     if ! compgen -G "$cache/tests/*sysvinit-core.tar" > /dev/null || ! compgen -G "$cache/tests/guest-*.erofs" > /dev/null; then
         changed=1
         say "making the root file systems of the virtual machines in the tests"
-        PYTHONPATH=.:src "$VENV/bin/python" -c "
+        PYTHONPATH=.:src timeout --foreground -k 10 1800 "$VENV/bin/python" -c "
 from ringfence.conformance import templates
 from tests.support import guests
 templates.archive()

@@ -83,7 +83,7 @@ class Outcome:
 
 
 def _cache() -> Path:
-    folder = Path("/var/cache/ringfence/tests")
+    folder = kernel.cache_root() / "tests"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -103,6 +103,7 @@ def system_disk() -> Path:
             return path
         work = path.with_suffix(".new")
         root = path.with_suffix(".root")
+        work.unlink(missing_ok=True)  # of somebody who was killed
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir()
         try:

@@ -16,6 +16,7 @@ from ringfence.images import debian
 from ringfence.images.importing import ImportOptions, add
 from ringfence.images.store import TemplateStore
 from ringfence.model.errors import NotFound
+from ringfence.runtimes.vm.kernel import cache_root
 
 NAME = "conformance"
 VARIABLE = "RINGFENCE_CONFORMANCE_TEMPLATE"
@@ -43,8 +44,7 @@ def archive() -> Path:
     Raises:
         RuntimeUnavailable: mmdebstrap is not here, or can't reach a mirror.
     """
-    base = Path("/var/cache") if os.geteuid() == 0 else Path.home() / ".cache"
-    folder = base / "ringfence" / "tests"
+    folder = cache_root() / "tests"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{SUITE}-{'-'.join(PACKAGES)}.tar"
     with open(folder / f".{path.name}.lock", "w") as lock:  # one makes it, others wait

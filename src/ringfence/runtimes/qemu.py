@@ -35,8 +35,8 @@ class FullRuntime(QemuRuntime):
     name = "qemu"
     level = Level.L4
     kind = "q35"
-    start_deadline = 300.0  # seconds: a whole system's own start, emulated
-    start_timeout = 280.0
+    start_deadline = 600.0  # seconds: a whole system's own start, emulated
+    start_timeout = 570.0
 
     def init(self, spec: StartSpec) -> str:
         """See the base."""

@@ -14,7 +14,7 @@ from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import InvalidRequest, LinkLost
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 COUNTING = "import time\nfor n in range(10**9): print(n, flush=True); time.sleep(0.02)"
 WHO = "hostname; cat /etc/machine-id; cat /proc/sys/kernel/random/uuid; cat /workspace/file; date +%s"

@@ -29,7 +29,7 @@ async def systems(vm_state: Path) -> AsyncIterator[Kit]:
     await nothing_left(vm_state, made.ids, 30)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_a_whole_system_with_an_init_of_its_own(systems: Kit) -> None:
     sandbox = await systems.sandbox(memory=256 << 20, disk=128 << 20)
     link = await systems.link(sandbox)

@@ -15,9 +15,9 @@ from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Cause
 from ringfence.runtimes.contract import Health
-from ringfence.runtimes.vm import disks, driver, kernel
+from ringfence.runtimes.vm import disks, driver, kernel, probing
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 INSIDE = """
 import os, socket
@@ -180,9 +180,22 @@ async def test_files_that_changed_are_not_told(kit: Kit) -> None:
         await sandbox.changes()
 
 
-async def test_the_probe_boots_a_guest(kit: Kit) -> None:
+async def test_the_probe_boots_a_guest_once(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "_PROVED", str(tmp_path / "machine"))
     probe = await kit.runtime.probe()
     assert probe.health in (Health.HEALTHY, Health.DEGRADED), probe
     assert probe.cold_start_ms
     assert probe.health == Health.HEALTHY or "emulated" in probe.reason
     assert probe.version
+    assert "remembered" not in probe.reason
+    for name in (kit.name, "qemu"):  # the same machine, and it says so
+        again = await (await kit.node.runtime(name)).probe()
+        assert (again.health, again.cold_start_ms) == (probe.health, probe.cold_start_ms)
+        assert "remembered: a guest booted" in again.reason
+    monkeypatch.setattr(probing, "_PROVED", str(tmp_path / "nowhere" / "machine"))
+    monkeypatch.setattr(type(kit.runtime.driver), "start_timeout", 0.01)  # type: ignore[attr-defined]
+    failed = await kit.runtime.probe()
+    assert failed.health == Health.UNAVAILABLE, failed
+    assert not (tmp_path / "nowhere").exists()

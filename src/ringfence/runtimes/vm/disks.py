@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 
@@ -237,13 +239,20 @@ def _formatted(folder: str, size: int, inodes: int) -> str:
 
 
 def copy(source: str, target: str) -> None:
-    """Copy a disk, holes and all; by reference where the file system can do that.
+    """Copy a disk, holes and all; by reference where the file system can do that. The copy is its maker's
+    alone to read.
+
+    ``source`` may lie in a folder that a machine's monitor can write: a link or a pipe in its place is
+    neither followed nor waited for.
 
     Raises:
-        OSError: no room, or ``target`` exists; what was written stays.
+        OSError: no room, ``source`` is no file, or ``target`` exists; what was written stays.
     """
-    with open(source, "rb") as old, open(target, "xb") as new:
-        size = os.fstat(old.fileno()).st_size
+    with open(source, "rb", opener=_opened) as old, open(target, "xb", opener=_made_ours) as new:
+        found = os.fstat(old.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no file", source)
+        size = found.st_size
         try:
             fcntl.ioctl(new.fileno(), 0x40049409, old.fileno())  # FICLONE
             return
@@ -262,3 +271,20 @@ def copy(source: str, target: str) -> None:
                 if sent == 0:
                     break
                 start += sent
+
+
+def _opened(path: str, flags: int) -> int:
+    # Not following a link, nor waiting for the other end of a pipe.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _made_ours(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _made_ours(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -53,9 +53,9 @@ class QemuRuntime(LaunchedRuntime):
 
     level: Level
     kind = "microvm"
-    probe_deadline = 110.0  # seconds
-    start_deadline = 120.0  # seconds: an emulated machine on a busy host
-    start_timeout = 100.0  # of them for the guest to come up
+    probe_deadline = 250.0  # seconds
+    start_deadline = 240.0  # seconds: an emulated machine on a very busy host
+    start_timeout = 220.0  # of them for the guest to come up
     boundary: Boundary
 
     def __init__(self, context: RuntimeContext) -> None:

@@ -24,6 +24,7 @@ from ringfence.model.values import dataclass
 
 REMEDY = "ringfence setup qemu, or python3 -m ringfence.runtimes.vm.kernel as root"
 VARIABLE = "RINGFENCE_KERNEL"
+CACHE = "RINGFENCE_CACHE"
 # In the order in which they are loaded: each needs only what stands before it. What a kernel has built in is
 # left out, so a name may be missing in a folder.
 MODULES = (
@@ -81,15 +82,23 @@ def find() -> Kernel:
     raise RuntimeUnavailable("there is no guest kernel on this host", hint=REMEDY)
 
 
+def cache_root() -> Path:
+    """Where this machine keeps what takes long to fetch or make; ``RINGFENCE_CACHE`` names another folder."""
+    if chosen := os.environ.get(CACHE):
+        return Path(chosen)
+    if os.geteuid() == 0:
+        return Path("/var/cache/ringfence")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringfence"
+
+
 def cache() -> Path:
     """Where :func:`fetch` puts kernels."""
-    if os.geteuid() == 0:
-        return Path("/var/cache/ringfence/kernels")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringfence" / "kernels"
+    return cache_root() / "kernels"
 
 
 def _folders() -> Iterator[Path]:
-    for base in dict.fromkeys((cache(), Path("/var/cache/ringfence/kernels"))):
+    others = () if os.environ.get(CACHE) else (Path("/var/cache/ringfence/kernels"),)
+    for base in dict.fromkeys((cache(), *others)):
         try:
             found = [each for each in base.iterdir() if not each.name.startswith(".")]
         except OSError:

@@ -34,7 +34,7 @@ _PROVED = "/run/ringfence-machine"  # what booted last, and how fast
 _VALID = 24 * 3600.0  # seconds that this counts
 _MOST = 4096  # bytes of that file
 KVM_TIMEOUT = 8.0  # seconds: with KVM a guest boots in less than one
-BOOT_TIMEOUT = 90.0  # emulated, on a busy host
+BOOT_TIMEOUT = 200.0  # emulated, on a very busy host
 
 if TYPE_CHECKING:
     from ringfence.runtimes.vm.driver import QemuRuntime
