@@ -41,6 +41,13 @@ class Engine:
         return (self.folder / "log").read_text(errors="replace")[-3000:]
 
 
+def docker(*words: str, stdin: bytes | None = None) -> str:
+    """The engine's own command line, as DOCKER_HOST says."""
+    done = subprocess.run([DOCKER, *words], input=stdin, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
 def lacking(name: str) -> str:
     """Why that engine can't be started here; empty if it can."""
     if os.geteuid() != 0 and name == "docker":
@@ -77,13 +84,19 @@ def command(name: str, folder: Path, *options: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(name: str, *options: str) -> Iterator[Engine]:
-    """An engine for as long as the context lasts; afterwards no process, mount or file of it is left."""
+def running(name: str, *options: str, hidden: str = "") -> Iterator[Engine]:
+    """An engine for as long as the context lasts; afterwards no process, mount or file of it is left.
+
+    ``hidden``: a type of file system of which it sees no mount.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"rf-{name}-", dir="/tmp"))
     folder.chmod(0o711)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command(name, folder, *options), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            [*_without(hidden), *command(name, folder, *options)],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
         )
     engine = Engine(name, folder, process)
     try:
@@ -91,6 +104,14 @@ def running(name: str, *options: str) -> Iterator[Engine]:
         yield engine
     finally:
         _take_down(engine)
+
+
+def _without(kind: str) -> list[str]:
+    """What starts a program in a mount namespace that lacks a type of file system."""
+    if not kind:
+        return []
+    script = f'umount --all --types {kind} && exec "$@"'
+    return ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh"]
 
 
 def _answers(engine: Engine) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ringfence.images import collecting
@@ -17,12 +18,28 @@ def collect(
     state: Path, store: TemplateStore, *, budget: int | None = None, dry_run: bool = False
 ) -> Collected:
     """Collect what nothing in this state root needs: see :func:`ringfence.images.collecting.collect`."""
-    return collecting.collect(
+    found = collecting.collect(
         store,
         lambda: templates_in_use(state),
         caches=lambda: caches(state, store),
         budget=budget,
         dry_run=dry_run,
+    )
+    return _engines(state, found, dry_run)
+
+
+def _engines(state: Path, found: Collected, dry_run: bool) -> Collected:
+    """What was sent to container engines and is of no use without its layers."""
+    if not (state / "engines").is_dir():
+        return found
+    from ringfence.runtimes.engines import stock
+
+    going = {name.removeprefix("sha256:") for kind, name, _ in found.removed if kind in ("layer", "fittings")}
+    images, failures = stock.collect(state, lambda layer: not going.isdisjoint(layer.split("/")), dry_run)
+    return replace(
+        found,
+        removed=(*found.removed, *(("image", name, 0) for name in images)),
+        failures=(*found.failures, *failures),
     )
 
 

@@ -181,6 +181,7 @@ async def _remove_wall(node: Node, name: str, record: dict[str, Any]) -> None:
                 supervising.kill_process(handle)
             if handle is None:
                 _kill_strays(node, record)
+                await _forget(node, name, record)
             if handle is not None:
                 with contextlib.suppress(RingfenceError, ImportError):
                     runtime = await node.runtime(handle.runtime)
@@ -233,6 +234,15 @@ def _kill_strays(node: Node, record: dict[str, Any]) -> None:
         if known.isdisjoint(each.pid for each in everybody):
             for each in everybody:
                 supervising.kill_process(Handle("", 0, "", "", *each))
+
+
+async def _forget(node: Node, name: str, record: dict[str, Any]) -> None:
+    """The same where walls are made elsewhere: a container engine knows them by the sandbox's name."""
+    with contextlib.suppress(RingfenceError, ImportError):
+        runtime = await node.runtime(str(record.get("runtime", "")))
+        forget = getattr(getattr(runtime, "driver", runtime), "forget", None)
+        if forget is not None:
+            await forget(name)
 
 
 def _parent(pid: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringfence.images.contract import Template
 from ringfence.model.levels import Level
@@ -39,7 +39,7 @@ async def warm(node: Node, template: Template, runtime: str, policy: Policy) -> 
     """
     policy = _policy(policy, runtime)
     chosen = runtime or await node.select(policy)
-    what = await WARMERS.get(chosen, by_starting)(node, template, policy)
+    what = await WARMERS.get(chosen.partition(":")[0], by_starting)(node, template, policy)
     return Warmed(template.name or template.digest, chosen, what)
 
 
@@ -82,6 +82,18 @@ async def vm_disk(node: Node, template: Template, policy: Policy) -> str:
     return f"disk {path} ({kind})"
 
 
+async def engine_image(node: Node, template: Template, policy: Policy) -> str:
+    """The image that a container engine makes its containers from, without starting one."""
+    import asyncio
+
+    runtime = await node.runtime(policy.wall.isolation.runtime or await node.select(policy))
+    root = node.images.prepare(template.digest)
+    lower = await asyncio.to_thread(root.skeleton, policy.wall.process.user)
+    driver: Any = getattr(runtime, "driver", runtime)  # of an engine
+    layers = (lower, *template.lowers)
+    return f"image {await driver.stock.own(template.digest, layers, str(node.state.sandboxes / 'warming'))}"
+
+
 WARMERS: dict[str, Warmer] = {
     "jail": fittings,
     "bubblewrap": fittings,
@@ -92,4 +104,6 @@ WARMERS: dict[str, Warmer] = {
     "qemu": vm_disk,
     "qemu-microvm": vm_disk,
     "firecracker": vm_disk,
+    "docker": engine_image,
+    "podman": engine_image,
 }

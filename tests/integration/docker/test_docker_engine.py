@@ -6,17 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ringfence.conformance.harness import Kit, alive, eventually, nothing_left, request_for, run
+from ringfence.conformance.harness import Kit, alive, eventually, request_for, run
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import NotFound, RingfenceError, RuntimeUnavailable
 from ringfence.model.levels import Boundary, Level
@@ -26,34 +23,9 @@ from ringfence.runtimes.contract import Health
 from ringfence.runtimes.engines import images
 from ringfence.runtimes.engines.client import Client
 from ringfence.runtimes.engines.endpoints import find
-from support.engines import DOCKER, Engine
+from support.engines import Engine, docker, running
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the daemon of these tests is root's")
-
-
-def docker(*words: str, stdin: bytes | None = None) -> str:
-    """The engine's own command line, as DOCKER_HOST says."""
-    done = subprocess.run([DOCKER, *words], input=stdin, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
-
-
-@pytest.fixture
-async def kit(docker_engine: Engine) -> AsyncIterator[Kit]:
-    """A node with docker; afterwards nothing is left, no container either."""
-    state = Path(tempfile.mkdtemp(prefix="rf-docker-"))
-    state.chmod(0o711)  # the sandbox's own user passes through
-    node = await Node.open(state)
-    made = Kit(state, node, await node.runtime("docker"))
-    try:
-        yield made
-    finally:
-        await made.close()
-        await node.close()
-    await nothing_left(state, {*made.ids, node.state.owner})
-    shutil.rmtree(state)
-    assert docker("ps", "--all", "--quiet") == ""
-    assert docker("volume", "ls", "--quiet") == ""
 
 
 async def test_the_container_is_made_from_our_policy_and_keeps_no_output(kit: Kit) -> None:
@@ -111,36 +83,6 @@ async def test_the_end_of_an_ephemeral_one_s_link_is_its_own(kit: Kit) -> None:
     await eventually(lambda: docker("ps", "--all", "--quiet") == "", "the engine keeps the container")
 
 
-def _copy_with_libraries(program: str, root: Path, target: str) -> None:
-    (root / target).write_bytes(Path(program).read_bytes())
-    (root / target).chmod(0o755)
-    for word in subprocess.run(["ldd", program], capture_output=True, text=True).stdout.split():
-        if word.startswith("/"):
-            library = root / word.lstrip("/")
-            library.parent.mkdir(parents=True, exist_ok=True)
-            library.write_bytes(Path(word).read_bytes())
-            library.chmod(0o755)
-
-
-@pytest.fixture
-def image(docker_engine: Engine, tmp_path: Path) -> Iterator[str]:
-    """An image that the engine has and that is not ours, with a volume and an unkind environment."""
-    root = tmp_path / "root"
-    for folder in ("bin", "etc", "data", "workspace", "tmp"):
-        (root / folder).mkdir(parents=True)
-    for name in ("sh", "cat", "echo", "id", "touch"):
-        program = subprocess.run(
-            ["sh", "-c", f"command -v {name} | grep / || echo /bin/{name}"], capture_output=True
-        )
-        _copy_with_libraries(program.stdout.decode().strip(), root, f"bin/{name}")
-    tar = subprocess.run(["tar", "-C", root, "-c", "."], capture_output=True, check=True).stdout
-    docker(
-        "import", "-c", "VOLUME /data", "-c", "USER 77", "-c", "ENV FROM_IMAGE=yes", "-", "mine:1", stdin=tar
-    )
-    yield "mine:1"
-    docker("rmi", "-f", "mine:1")
-
-
 async def test_an_image_of_the_engine(kit: Kit, image: str) -> None:
     sandbox = await kit.node.create(replace(request_for("docker"), template=f"docker:{image}"))
     kit.sandboxes.append(sandbox)
@@ -175,30 +117,70 @@ async def test_images_of_ours_go_when_nobody_uses_them(kit: Kit) -> None:
     assert (await run(await kit.link(again), "true")).exit.code == 0
 
 
-@pytest.mark.parametrize("name", ["docker:crun", "docker:runsc"])
-async def test_another_oci_runtime(kit: Kit, name: str) -> None:
-    program = name.partition(":")[2]
+def installed(program: str) -> None:
+    """Skip where the engine has no such OCI runtime."""
     if program not in json.loads(docker("info", "--format", "{{json .Runtimes}}")):
         pytest.skip(f"{program} is not installed")
-    if program == "crun":
-        pytest.skip("crun refuses this machine's hybrid control groups") if hybrid() else None
-    runtime = await kit.node.runtime(name)
-    assert runtime.level is (Level.L3 if program == "runsc" else Level.L2)
-    sandbox = await kit.node.create(request_for(name))
+
+
+async def test_gvisor_under_the_engine(kit: Kit) -> None:
+    installed("runsc")
+    runtime = await kit.node.runtime("docker:runsc")
+    assert runtime.level is Level.L3
+    sandbox = await kit.node.create(request_for("docker:runsc"))
     kit.sandboxes.append(sandbox)
     kit.ids.add(sandbox.id)
     link = await sandbox.new_link()
     kernel = (await run(link, "uname", "-r")).text
-    assert (kernel == os.uname().release) == (program != "runsc")
+    assert kernel != os.uname().release
     await link.close()
     measured = await runtime.measure(sandbox.handle)
     assert measured.network == "none"
-    if program == "runsc":
-        assert measured.boundary is Boundary.USERSPACE_KERNEL
-        assert any("the engine's own word" in note for note in measured.notes)
-        status = Path(f"/proc/{sandbox.handle.pid}/status").read_text()
-        assert (measured.seccomp == "filter") == ("\nSeccomp:\t2" in status), "of gVisor's own process"
-        assert measured.kernel.startswith(kernel)
+    assert measured.boundary is Boundary.USERSPACE_KERNEL
+    assert any("the engine's own word" in note for note in measured.notes)
+    status = Path(f"/proc/{sandbox.handle.pid}/status").read_text()
+    assert (measured.seccomp == "filter") == ("\nSeccomp:\t2" in status), "of gVisor's own process"
+    assert measured.kernel.startswith(kernel)
+
+
+async def test_crun_says_that_it_refuses_both_versions_of_control_groups(kit: Kit) -> None:
+    installed("crun")
+    if not hybrid():
+        pytest.skip("this machine has one version of control groups: crun takes it")
+    probe = await kit.node.probe("docker:crun")
+    assert probe.health == Health.UNAVAILABLE
+    assert "hybrid" in probe.reason
+    assert "crun itself" in probe.remedy
+
+
+async def test_crun_under_the_engine(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("crun")
+    if not hybrid():
+        await use_crun(kit.state / "crun")
+        return
+    with running("docker", hidden="cgroup2") as engine:  # it sees version 1 only
+        monkeypatch.setenv("DOCKER_HOST", engine.address)
+        await use_crun(kit.state / "crun")
+        assert docker("ps", "--all", "--quiet") == ""
+
+
+async def use_crun(state: Path) -> None:
+    """A sandbox on ``docker:crun``, whose wall is what the jail's is."""
+    node = await Node.open(state)
+    try:
+        sandbox = await node.create(request_for("docker:crun"))
+        link = await sandbox.new_link()
+        assert (await run(link, "uname", "-r")).text == os.uname().release
+        (found,) = json.loads(docker("inspect", f"ringfence-{sandbox.id}"))
+        assert found["HostConfig"]["Runtime"] == "crun"
+        measured = await sandbox.boundary()
+        assert (measured.level, measured.boundary) == (Level.L2, Boundary.NAMESPACES)
+        assert measured.seccomp == "filter"
+        assert measured.network == "none"
+        await link.close()
+        await sandbox.destroy()
+    finally:
+        await node.close()
 
 
 def hybrid() -> bool:

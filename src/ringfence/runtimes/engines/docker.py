@@ -14,3 +14,4 @@ class DockerRuntime(EngineRuntime):
 
     engine = "docker"
     oldest = (20, 10)
+    at_once = 16

@@ -20,12 +20,12 @@ import os
 import socket
 import tarfile
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringfence.model.errors import (
     HostLimit,
     LinkLost,
-    NotFound,
     RingfenceError,
     RuntimeUnavailable,
     StartFailed,
@@ -34,9 +34,11 @@ from ringfence.model.errors import (
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes import linking
 from ringfence.runtimes.contract import Capabilities, Exit, Handle, Probe, StartSpec, WallStats
-from ringfence.runtimes.engines import containers, endpoints, images
+from ringfence.runtimes.engines import containers, endpoints
 from ringfence.runtimes.engines.client import Client, EngineError
 from ringfence.runtimes.engines.containers import Facts, name_of
+from ringfence.runtimes.engines.mourning import Mourning
+from ringfence.runtimes.engines.stock import Stock
 from ringfence.runtimes.launching.driver import LaunchedRuntime
 from ringfence.runtimes.launching.processes import ProcessRef, boot_id
 
@@ -60,6 +62,8 @@ class EngineRuntime(LaunchedRuntime):
 
     engine: str
     oldest: tuple[int, ...]
+    at_once: int  # starts and removals: more of them only wait within the engine, each beyond its time
+    start_deadline = 900.0  # seconds: the first of a template sends its image
 
     def __init__(self, context: RuntimeContext, oci: str = "") -> None:
         super().__init__(context)
@@ -69,8 +73,9 @@ class EngineRuntime(LaunchedRuntime):
         self.level, self.boundary = found or (Level.L2, Boundary.NAMESPACES)
         self._client: Client | None = None
         self._info: dict[str, Any] | None = None
-        self._images: dict[tuple[str, ...], str] = {}
-        self._loading = asyncio.Lock()
+        self.stock = Stock(self.engine, self.client)
+        self._mourning = Mourning()
+        self._turns = asyncio.Semaphore(self.at_once)
         self._begun: set[str] = set()  # sandboxes of which the engine was told something
 
     # -- the engine
@@ -179,7 +184,12 @@ class EngineRuntime(LaunchedRuntime):
                 version,
                 known,
             )
-        return await probe(self, version, known)
+        found = await probe(self, version, known)
+        if "hybrid mode" in found.reason:  # crun's words
+            found = replace(
+                found, remedy="use the runtime crun itself, or the engine's runc; or version 2 only"
+            )
+        return found
 
     async def start(self, spec: StartSpec) -> Handle:
         """See the contract."""
@@ -188,17 +198,24 @@ class EngineRuntime(LaunchedRuntime):
         facts = await self.facts(spec)
         if facts.local:  # an engine may make what is missing, on the host
             _check_sources(spec)
+        async with self._turns:
+            return await self._start(spec, facts)
+
+    async def _start(self, spec: StartSpec, facts: Facts) -> Handle:
         stream: socket.socket | None = None
         self._begun.add(spec.id)
         try:
             image, volumes = await self._image(spec)
             name = name_of(spec.id)
             body = self._document(spec, image, facts, volumes)
+            if spec.ephemeral:
+                self._mourning.begin(name, self.client().endpoint)
             # To its end even if the caller is cancelled: what is not known to be there can't be removed.
             made = await _whole(
                 self._step("create", self.client().call("POST", "/containers/create", {"name": name}, body))
             )
             container = str(made["Id"])
+            self._mourning.made(name)
             archive = self._archive(spec)
             await self._step(
                 "agent",
@@ -299,12 +316,22 @@ class EngineRuntime(LaunchedRuntime):
     async def destroy(self, handle: Handle) -> None:
         """See the contract. A handle of a start that failed names the sandbox only."""
         if handle.version or handle.id in self._begun:
-            await self._remove(handle.id)
+            async with self._turns:
+                await self._remove(handle.id)
         if "link" in handle.data:
             await linking.end(_link_of(handle))
         with contextlib.suppress(OSError):
             os.unlink(handle.socket_path)
         _forget_gpus(handle.folder)
+
+    async def forget(self, sandbox: str) -> None:
+        """Remove what a node that died in the middle of a start may have made, of which there is no handle.
+
+        Raises:
+            HostLimit: the engine does not remove it. RuntimeUnavailable: it can't be reached.
+        """
+        await self.info()
+        await self._remove(sandbox)
 
     async def pause(self, handle: Handle) -> None:
         """See the contract."""
@@ -345,30 +372,9 @@ class EngineRuntime(LaunchedRuntime):
     async def _image(self, spec: StartSpec) -> tuple[str, tuple[str, ...]]:
         """The image's name, sent if the engine has it not, and the volumes that it declares."""
         if spec.root.image:
-            try:
-                found = await self.client().call("GET", f"/images/{spec.root.image}/json")
-            except EngineError as error:
-                raise NotFound(
-                    f"{self.engine} has no image {spec.root.image}",
-                    hint=f"{self.engine} pull {spec.root.image}",
-                    image=spec.root.image,
-                ) from error
-            volumes = (found.get("Config") or {}).get("Volumes") or {}
-            return str(found["Id"]), tuple(sorted(volumes))
-        layers = containers.layers(spec)
+            return await self.stock.foreign(spec.root.image)
         _check_folders("lower", *spec.root.lowers)
-        name = self._images.get(layers)
-        if name is None:
-            name = await asyncio.to_thread(images.name_of, spec.root.template, layers)
-        async with self._loading:  # a dozen that start at once send it once
-            try:
-                await self.client().call("GET", f"/images/{name}/json")
-            except EngineError as error:
-                if error.status != 404:
-                    raise StartFailed(f"{self.engine}: {error.message}", step="image") from error
-                await self._step("image", images.load(self.client(), name, spec.root.template, layers))
-        self._images[layers] = name
-        return name, ()
+        return await self.stock.own(spec.root.template, containers.layers(spec), spec.folder), ()
 
     def _archive(self, spec: StartSpec) -> list[bytes]:
         """A tar with the agent and its filter."""
@@ -520,6 +526,7 @@ class EngineRuntime(LaunchedRuntime):
                 container=name,
             ) from error
         self._begun.discard(sandbox)
+        await self._mourning.end(name)
 
 
 def _check_folders(step: str, *paths: str) -> None:

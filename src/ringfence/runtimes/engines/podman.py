@@ -10,3 +10,4 @@ class PodmanRuntime(EngineRuntime):
 
     engine = "podman"
     oldest = (4, 0)
+    at_once = 3  # it takes one to two seconds for each, mostly one after the other
