@@ -203,7 +203,9 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
         assert self.program is not None
         plan = Plan()
         # Taking folders apart makes a mount of every file in them, and bwrap reads its mounts for each.
-        merged = self.context.root and len(spec.root.lowers) > _MOST_APART
+        # And bwrap gives up being root before it mounts: it can't pass through to the store of templates.
+        least = _MOST_APART if spec.root.template == "host" else 1
+        merged = self.context.root and len(spec.root.lowers) > least
         if merged:
             _add_merged(plan, spec.root.lowers)
         if not spec.ephemeral:
