@@ -367,6 +367,34 @@ def test_a_name_with_a_zero_byte(store: TemplateStore) -> None:
         add(store, tar_of([("x", {"data": b"x", "pax": {"path": "good\0/../../evil"}})]))
 
 
+def test_a_name_that_would_fill_the_memory(store: TemplateStore) -> None:
+    with pytest.raises(InvalidRequest, match="a name of 100000 bytes"):
+        add(store, tar_of([("x", {"data": b"x", "pax": {"path": "n" * 100_000}})]))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("user.a\0b", False), ("user.", True), ("user." + "x" * 300, True)]
+)
+def test_attributes_with_impossible_names(store: TemplateStore, name: str, kept: bool) -> None:
+    data = tar_of([("x", {"data": b"x", "pax": {f"SCHILY.xattr.{name}": "value"}})])
+    if kept:
+        assert os.listxattr(f"{add(store, data).folder}/x") == []
+    else:
+        with pytest.raises(InvalidRequest, match="zero byte"):
+            add(store, data)
+        assert store.layer_digests() == []
+
+
+@pytest.mark.parametrize(
+    "when", [b"\x80" + bytes(3) + b"\x7f" + b"\xff" * 7, b"\x80" + bytes(5) + b"\x01" + bytes(5)]
+)
+def test_times_that_no_clock_has_are_none(store: TemplateStore, when: bytes) -> None:
+    data = bytearray(tar_of([("x", {"data": b"x"})]))
+    data[136:148], data[148:156] = when, b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    assert os.stat(f"{add(store, bytes(data)).folder}/x").st_mtime == 0
+
+
 def test_what_is_refused_is_named_without_its_tricks(store: TemplateStore) -> None:
     with pytest.raises(InvalidRequest) as caught:
         add(store, tar_of([("../\x1b[2Jcleared", {"data": b"x"})]))

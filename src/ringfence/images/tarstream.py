@@ -14,6 +14,7 @@ from ringfence.model.errors import InvalidRequest
 
 BLOCK = 512
 MOST_LONG = 8192  # bytes of a GNU long name: PATH_MAX and padding
+MOST_NAME = 64 << 10  # bytes of a name: unpacking allows fewer, an index of many has to hold them
 MOST_PAX = 1 << 20  # bytes of one entry's pax records
 MOST_EXTENSIONS = 8  # extension headers before one entry
 MOST_ATTRIBUTES = 64
@@ -207,9 +208,13 @@ class TarReader:
         for text in (name, link):
             if b"\0" in text:
                 raise InvalidRequest(f"{_shown(name)}: a name with a zero byte")
+            if len(text) > MOST_NAME:
+                raise InvalidRequest(f"{_shown(name)}: a name of {len(text)} bytes")
         attributes = tuple(
             (key[len(_XATTR) :], value) for key, value in pax.items() if key.startswith(_XATTR)
         )
+        if any(b"\0" in key for key, _ in attributes):
+            raise InvalidRequest(f"{_shown(name)}: an attribute with a zero byte in its name")
         if len(attributes) > MOST_ATTRIBUTES:
             raise InvalidRequest(f"{_shown(name)} has {len(attributes)} extended attributes")
         return Entry(
@@ -219,7 +224,7 @@ class TarReader:
             uid=_decimal(pax[b"uid"], "uid") if b"uid" in pax else _number(block[108:116], "uid"),
             gid=_decimal(pax[b"gid"], "gid") if b"gid" in pax else _number(block[116:124], "gid"),
             size=size if found == "file" else 0,
-            mtime=_time(pax[b"mtime"]) if b"mtime" in pax else float(_number(block[136:148], "mtime")),
+            mtime=_time(pax[b"mtime"]) if b"mtime" in pax else _possible(_number(block[136:148], "mtime")),
             link=link,
             attributes=attributes,
             offset=self.offset,
@@ -261,7 +266,12 @@ def _time(text: bytes) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    return value if 0 <= value < 1 << 34 else 0.0
+    return _possible(value)
+
+
+def _possible(value: float) -> float:
+    """A time that every file system can hold; 0 for others."""
+    return float(value) if 0 <= value < 1 << 34 else 0.0
 
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:

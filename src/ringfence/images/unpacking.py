@@ -295,7 +295,8 @@ class _Unpacking:
 
     def _dress(self, target: int, entry: Entry) -> None:
         for name, value in entry.attributes:
-            if not name.startswith(b"user.") or name.startswith(b"user.overlay.") or len(name) > _LONGEST:
+            foreign = not name.startswith(b"user.") or name.startswith(b"user.overlay.")
+            if foreign or not len(b"user.") < len(name) <= _LONGEST:
                 self._note(f"{_shown(entry.name)}: attribute {_shown(name)} is left out")
                 continue
             try:
