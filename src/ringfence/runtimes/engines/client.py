@@ -177,6 +177,8 @@ async def _answer(reader: asyncio.StreamReader) -> Any:
         return json.loads(body)
     except ValueError:
         return bytes(body)  # several objects, one a line: progress of a load
+    except RecursionError:
+        raise ValueError("an answer that nests without end") from None
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
@@ -227,6 +229,6 @@ def _message(body: bytes) -> str:
         return body.decode(errors="replace").strip()[:1000]
     try:
         found = json.loads(body[start : body.rfind(b"}") + 1])
-    except ValueError:
+    except (ValueError, RecursionError):
         return body.decode(errors="replace").strip()[:1000]
     return str(found.get("message") or found.get("cause") or "")[:1000] if isinstance(found, dict) else ""

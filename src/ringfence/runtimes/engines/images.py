@@ -78,7 +78,7 @@ def _error_in(said: object) -> str:
     for line in lines:
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(found, dict) and found.get("error"):
             return str(found["error"])[:1000]

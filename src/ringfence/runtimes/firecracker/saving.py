@@ -119,10 +119,11 @@ def _keep(jail: str, folder: str, memory: bool) -> None:
     if memory:
         for name, inside in (("state", machine.STATE), ("memory", machine.MEMORY)):
             source = os.path.join(jail, inside)
-            if not stat.S_ISREG(files.mode(source)):
-                raise OSError(5, "Firecracker wrote no snapshot", source)
             target = os.path.join(folder, name)
             os.rename(source, target)
+            # Looked at where the monitor can't put another thing in its place any more.
+            if not stat.S_ISREG(files.mode(target)):
+                raise OSError(5, "Firecracker wrote no snapshot", source)
             os.chown(target, 0, 0, follow_symlinks=False)
             os.chmod(target, 0o444)
     disks.copy(os.path.join(jail, machine.DISK), os.path.join(folder, "disk"))

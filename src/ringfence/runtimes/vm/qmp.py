@@ -20,6 +20,7 @@ from ringfence.model.errors import HostLimit, LinkLost
 NAME = "qmp.sock"
 _MOST = 1 << 20  # bytes of one answer
 TIMEOUT = 10.0  # seconds of one call
+_NO_ANSWER = (OSError, TimeoutError, ValueError, RecursionError, AttributeError, KeyError, TypeError)
 
 
 class Qmp:
@@ -95,7 +96,7 @@ class Qmp:
                         return answer["return"]
                     if "error" in answer:
                         raise HostLimit(f"QEMU, {command}: {str(answer['error'].get('desc', '?'))[:300]}")
-        except (OSError, TimeoutError, ValueError, AttributeError, KeyError, TypeError) as error:
+        except _NO_ANSWER as error:
             raise LinkLost(f"the virtual machine does not answer {command}: {error}") from error
 
     async def _line(self) -> bytes:
