@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,9 @@ async def _remove(stale: list[tuple[Path, dict[str, Any]]]) -> tuple[list[str], 
 
 def _notes(folder: Path) -> list[Path]:
     try:
+        for path in list(folder.glob(".*")):  # of a writer that was killed, some time ago
+            if path.lstat().st_mtime < time.time() - 3600:
+                path.unlink(missing_ok=True)
         return sorted(path for path in folder.iterdir() if path.suffix == ".json")
     except (FileNotFoundError, NotADirectoryError):
         return []
