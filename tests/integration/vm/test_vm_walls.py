@@ -61,6 +61,9 @@ async def test_a_machine_in_a_wall(kit: Kit) -> None:
     assert found["program"] == "13"
     assert found["sysctl"] in ("13", "30")
     assert found["sysrq"] in ("13", "30")
+    words = Path(f"/proc/{sandbox.handle.pid}/cmdline").read_text().split("\0")
+    kind = "microvm," if sandbox.handle.data["kvm"] else "q35,"
+    assert words[words.index("-M") + 1].startswith(kind)
     # And QEMU itself: nobody on the host, with nothing but what it opens.
     pid = sandbox.handle.pid
     status = status_of(pid)

@@ -17,6 +17,7 @@ import pytest
 
 from ringfence import _native
 from ringfence.model.errors import HostLimit, InvalidRequest, LinkLost, RuntimeUnavailable, Unsupported
+from ringfence.model.levels import Boundary
 from ringfence.runtimes.contract import (
     AGENT_UID,
     Bind,
@@ -27,6 +28,7 @@ from ringfence.runtimes.contract import (
     RootFs,
     StartSpec,
 )
+from ringfence.runtimes.qemu import FullRuntime, MicrovmRuntime
 from ringfence.runtimes.vm import cleaning, disks, driver, images, initramfs, kernel, machines, probing, qmp
 
 
@@ -244,6 +246,15 @@ def test_a_machine_has_no_card_and_no_default_device(tmp_path: Path, kind: str) 
     assert "readonly=on" in next(word for word in words if word.startswith("if=none,id=template"))
     assert "-incoming" not in words
     assert "fd:13" in machines.arguments(machine(kind, incoming=13), spec(tmp_path))
+
+
+def test_an_emulated_machine_is_a_pc() -> None:
+    for kind in (MicrovmRuntime, FullRuntime):
+        made = object.__new__(kind)  # with nothing but what is asked for here
+        made.boundary = Boundary.EMULATED
+        assert made.machine == "q35"
+        made.boundary = Boundary.HARDWARE
+        assert made.machine == kind.kind
 
 
 def test_a_guest_has_more_memory_than_its_workload(tmp_path: Path) -> None:
