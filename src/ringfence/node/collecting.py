@@ -56,14 +56,13 @@ def templates_in_use(state: Path) -> set[str]:
 
 def caches(state: Path, store: TemplateStore) -> list[Cache]:
     """Disks of virtual machines, and compiled WebAssembly modules."""
-    disks = _disk_names(store)
+    from ringfence.runtimes.vm import cleaning
+
+    busy = bool(_list(state / "sandboxes"))
+    keeper = cleaning.keeper(str(state / "vm"), _disk_names(store), busy=busy)
     modules = os.environ.get("RINGFENCE_MODULES") or str(state / "modules")
     return [
-        Cache(
-            "disk",
-            state / "vm",
-            lambda name: not name.startswith("template-") or name.partition(".")[0] in disks,
-        ),
+        Cache("disk", state / "vm", keeper),
         Cache("module", Path(modules)),
     ]
 
