@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from importlib.metadata import entry_points
 
@@ -24,3 +25,8 @@ os.environ.setdefault("RINGFENCE_MODULES", f"{tempfile.gettempdir()}/ringfence-t
 # Hypothesis for busy machines: no deadlines, no complaint about slow data, nothing written to disk.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 settings.load_profile("busy")
+
+# What a script starts in the background ignores interrupts, and so would all that the tests start: some of them
+# press Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
