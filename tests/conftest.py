@@ -26,7 +26,7 @@ os.environ.setdefault("RINGFENCE_MODULES", f"{tempfile.gettempdir()}/ringfence-t
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 settings.load_profile("busy")
 
-# What a script starts in the background ignores interrupts, and so would all that the tests start: some of them
-# press Ctrl-C.
+# What a script starts in the background ignores interrupts, and so would all that the tests start: some of
+# them press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
