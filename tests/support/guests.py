@@ -213,6 +213,8 @@ def run(folder: Path, arguments: list[str], timeout: float) -> Outcome:
         process.kill()
         output, _ = process.communicate()
     finally:
+        process.kill()  # where this session is interrupted
+        process.wait()
         disk.unlink(missing_ok=True)
         project.unlink(missing_ok=True)
     return _parse(output.decode(errors="replace"))

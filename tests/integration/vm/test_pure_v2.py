@@ -24,7 +24,7 @@ TESTS = (
     "test_deadline",
     "test_the_limits_say_how_they_are_enforced",
 )
-TIMEOUT = 900.0  # seconds: a minute or two on an idle machine
+TIMEOUT = 2400.0  # seconds: a minute or two on an idle machine
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[guests.Outcome
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 def test_the_guest_has_version_2_and_nothing_else(outcome: guests.Outcome) -> None:
     assert outcome.old_hierarchies == 0, outcome.console[-4000:]
     assert {"memory", "pids", "cpu"} <= set(outcome.controllers)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 def test_every_selected_test_passes_there(outcome: guests.Outcome, runtime: str) -> None:
     failed = [entry for entry in outcome.tests if f"[{runtime}" in entry[0] and entry[1] != "passed"]
     assert not failed, "\n".join(f"{name}: {found}\n{text}" for name, found, text in failed)
