@@ -17,6 +17,7 @@ from ringfence.images.store import TemplateStore
 from ringfence.runtimes.context import privileged
 
 _STRANGER = 54321  # a user of the host whom nobody knows
+_NAMESAKE = 1000  # the workload's number inside, and on many hosts somebody's
 pytestmark = pytest.mark.skipif(not privileged(), reason="becomes another user of the host: needs root")
 
 
@@ -43,10 +44,10 @@ def _layer(store: TemplateStore) -> str:
     return store.add_layer_from(out).folder
 
 
-def _as_stranger(script: str, folder: str) -> int:
+def _as_stranger(script: str, folder: str, user: int = _STRANGER) -> int:
     return subprocess.run(
         ["/bin/sh", "-c", script, "sh", folder],
-        user=_STRANGER, group=_STRANGER, extra_groups=[], cwd="/", stderr=subprocess.DEVNULL,
+        user=user, group=user, extra_groups=[], cwd="/", stderr=subprocess.DEVNULL,
     ).returncode  # fmt: skip
 
 
@@ -68,3 +69,53 @@ def test_who_knows_the_path_of_a_layer_still_does_not_reach_it(place: Path, scri
         with TemplateStore.open(place / "images") as again:
             assert again.private == store.private
             assert _as_stranger(script, os.fspath(layer)) != 0
+
+
+@pytest.mark.parametrize(
+    ("script", "user"),
+    [
+        ('echo evil > "$1/tmp/planted"', _STRANGER),
+        ('echo evil > "$1/var/tmp/planted"', _STRANGER),
+        ('echo "echo evil" > "$1/home/agent/.profile"', _NAMESAKE),
+        ('echo evil > "$1/workspace/planted"', _NAMESAKE),
+    ],
+)
+def test_nobody_puts_files_into_the_sandboxes_of_the_hosts_template(
+    place: Path, script: str, user: int
+) -> None:
+    from ringfence.node.state import StateRoot
+    from ringfence.node.templates import HostTemplate
+
+    state = StateRoot.open(place / "state")
+    try:
+        skeleton = HostTemplate(state).skeleton(_NAMESAKE)
+        assert _as_stranger(script, skeleton, user) != 0
+        state.templates.chmod(0o755)  # the control, and how it was before
+        assert _as_stranger(script, skeleton, user) == 0
+    finally:
+        state.close()
+    again = StateRoot.open(place / "state")
+    try:
+        assert _as_stranger(script, skeleton, user) != 0
+    finally:
+        again.close()
+
+
+def test_nobody_reaches_the_folders_that_one_sandbox_alone_has(place: Path) -> None:
+    from ringfence.model.policy import Filesystem
+    from ringfence.node.state import StateRoot
+    from ringfence.node.templates import HostTemplate
+    from ringfence.runtimes.contract import Disk
+
+    state = StateRoot.open(place / "state")
+    try:
+        folder = state.take_folder("sb-unit")
+        files = Filesystem(read_write=("/data",))
+        layer = HostTemplate(state).root(files, _NAMESAKE, Disk("tmpfs", 1 << 20, 128), folder).lowers[0]
+        assert layer.startswith(f"{folder}/")
+        script = 'echo evil > "$1/data/planted"'
+        assert _as_stranger(script, layer, _NAMESAKE) != 0
+        (folder / "points").chmod(0o711)  # the control
+        assert _as_stranger(script, layer, _NAMESAKE) == 0
+    finally:
+        state.close()

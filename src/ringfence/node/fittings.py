@@ -21,7 +21,7 @@ from ringfence.images.merged import Merged
 from ringfence.images.store import TemplateStore
 from ringfence.model.errors import InvalidRequest, WrongState
 from ringfence.model.policy import Filesystem
-from ringfence.node.templates import WRITABLE, bind, check_target
+from ringfence.node.templates import WRITABLE, bind, check_target, own_layer
 from ringfence.node.troubles import host_limit
 from ringfence.runtimes.contract import AGENT_UID, Bind, Disk, RootFs
 
@@ -347,9 +347,7 @@ def _is_folder(seen: Merged, path: str) -> bool:
 
 def _points(folder: Path, seen: Merged, binds: list[Bind], files: Filesystem, user: int) -> str:
     """A layer with what this sandbox has to mount on, and the policy's folders that the template lacks."""
-    layer = folder / "points"
-    layer.mkdir(0o755)
-    layer.chmod(0o755)
+    layer = own_layer(folder)
     wanted: dict[str, tuple[bool, int]] = {}  # path → (is a folder, owner)
     for path in files.read_only:
         wanted[path] = (True, 0)

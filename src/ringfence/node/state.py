@@ -39,7 +39,7 @@ from ringfence.runtimes.launching.processes import birth_of, boot_id
 
 _counter = itertools.count()
 _FOLDERS = {
-    "templates": 0o755,
+    "templates": 0o700,  # folders in it belong to users by their numbers inside, or to everybody
     "disks": 0o700,
     "ranges": 0o700,
     "nodes": 0o700,

@@ -27,7 +27,7 @@ from ringfence.node.state import StateRoot
 from ringfence.node.troubles import host_limit
 from ringfence.runtimes.contract import AGENT_UID, Bind, Disk, RootFs
 
-FORMAT = "1"  # raise when the skeleton's content changes
+FORMAT = "2"  # raise when the skeleton's content changes
 LARGEST = 16 << 20  # bytes of one copied file
 COPIED = (
     "alternatives",
@@ -357,6 +357,20 @@ def bind(mount: Mount, below: list[Bind]) -> Bind:
     return Bind(source, mount.target, read_only=mount.read_only)
 
 
+def own_layer(folder: Path) -> Path:
+    """A new layer of the sandbox in ``folder``, with mount points and folders of the sandbox's user.
+
+    As root nobody else passes through to it: that user's number may be somebody's of this host.
+    """
+    above = folder / "points"
+    above.mkdir(0o711)
+    above.chmod(0o711 if os.geteuid() else 0o700)
+    layer = above / "fs"
+    layer.mkdir(0o755)
+    layer.chmod(0o755)
+    return layer
+
+
 def _points(folder: Path, skeleton: str, binds: list[Bind], files: Filesystem, user: int) -> str | None:
     """A layer with what this sandbox has to mount on, and the policy's folders that the skeleton lacks.
 
@@ -377,9 +391,7 @@ def _points(folder: Path, skeleton: str, binds: list[Bind], files: Filesystem, u
     }
     if not missing:
         return None
-    layer = folder / "points"
-    layer.mkdir(0o755)
-    layer.chmod(0o755)
+    layer = own_layer(folder)
     for path, (is_folder, owner) in missing.items():
         _parents(layer, skeleton, path)
         inside = f"{layer}{path}"

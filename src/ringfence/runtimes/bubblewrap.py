@@ -45,7 +45,6 @@ _LISTEN, _ARGS, _SECCOMP, _INFO, _AGENT, _CGROUPS = 3, 4, 5, 6, 7, 8
 _MOST_TEXT = 4096  # bytes of bwrap's own messages
 _STAGE = f"{STAGE}/stage"
 _MERGED = f"{_STAGE}/root"
-_MOST_APART = 3  # layers: the host's and a template of one layer, each with the sandbox's own mount points
 # (first version that is not affected, first that is, number)
 _VULNERABILITIES = (
     ((0, 0, 0), (0, 1, 3), "CVE-2016-8659"),
@@ -202,10 +201,8 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
     def _plan(self, spec: StartSpec, listener: int, info: int, words: int, opened: list[int]) -> Plan:
         assert self.program is not None
         plan = Plan()
-        # Taking folders apart makes a mount of every file in them, and bwrap reads its mounts for each.
-        # And bwrap gives up being root before it mounts: it can't pass through to the store of templates.
-        least = _MOST_APART if spec.root.template == "host" else 1
-        merged = self.context.root and len(spec.root.lowers) > least
+        # bwrap gives up being root before it mounts, and nobody else passes through to the node's layers.
+        merged = self.context.root
         if merged:
             _add_merged(plan, spec.root.lowers)
         if not spec.ephemeral:
@@ -338,6 +335,10 @@ def _add_merged(plan: Plan, lowers: tuple[str, ...]) -> None:
     plan.add("CLONE", CLONE_NEWNS)
     quiet = MS_NOSUID | MS_NODEV
     plan.add("MOUNT", "ringfence", _STAGE, "tmpfs", quiet | MS_NOEXEC, "mode=0711,size=1m")
+    if len(lowers) == 1:  # of which no overlay can be made
+        plan.add("MKDIR", _MERGED, 0o711, NOBODY, NOBODY)
+        plan.add("BIND", os.path.realpath(lowers[0]), _MERGED, BIND_READONLY)
+        return
     for index, lower in enumerate(lowers):
         plan.add("MKDIR", f"{_STAGE}/l{index}", 0o700, NOBODY, NOBODY)
         plan.add("BIND", os.path.realpath(lower), f"{_STAGE}/l{index}", BIND_READONLY)

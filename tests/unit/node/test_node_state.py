@@ -31,7 +31,7 @@ def test_folders_have_the_modes_they_need(root: Path) -> None:
     modes = {p.name: p.stat().st_mode & 0o777 for p in (root, *root.iterdir())}
     assert modes == {
         "state": 0o711,
-        "templates": 0o755,
+        "templates": 0o700,
         "disks": 0o700,
         "ranges": 0o700,
         "nodes": 0o700,

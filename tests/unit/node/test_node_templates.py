@@ -130,11 +130,11 @@ def test_the_policy_comes_through(state: StateRoot, folder: Path) -> None:
     assert made.read_only == ("/etc",)
     assert made.read_write == ("/workspace", "/data")
     assert "/data" in made.writable
-    data = folder / "points/data"
+    data = folder / "points/fs/data"
     assert data.is_dir()
     if os.geteuid() == 0:
         assert data.stat().st_uid == 1000
-    assert made.lowers == (str(folder / "points"), HostTemplate(state).skeleton(1000))
+    assert made.lowers == (str(folder / "points/fs"), HostTemplate(state).skeleton(1000))
 
 
 def test_without_wishes_there_is_one_layer(state: StateRoot, folder: Path) -> None:
@@ -155,9 +155,9 @@ def test_mount_points_are_made_and_parents_keep_their_owner(
             Mount(str(shared / "file"), "/data/file"),
         ),
     )
-    assert (folder / "points/data/file").is_file()
-    assert (folder / "points/home/agent/in/here").is_dir()
-    home = (folder / "points/home/agent").stat()
+    assert (folder / "points/fs/data/file").is_file()
+    assert (folder / "points/fs/home/agent/in/here").is_dir()
+    home = (folder / "points/fs/home/agent").stat()
     assert home.st_mode & 0o777 == 0o755
     if os.geteuid() == 0:
         assert home.st_uid == 1000  # else the workload could not write its home any more
