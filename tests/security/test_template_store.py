@@ -119,3 +119,20 @@ def test_nobody_reaches_the_folders_that_one_sandbox_alone_has(place: Path) -> N
         assert _as_stranger(script, layer, _NAMESAKE) == 0
     finally:
         state.close()
+
+
+def test_nobody_reaches_the_disks_of_machines(place: Path) -> None:
+    from ringfence.runtimes.vm import disks
+
+    (place / "sandboxes" / "sb-unit").mkdir(parents=True)
+    for folder in (place / "sandboxes", place / "sandboxes" / "sb-unit"):
+        folder.chmod(0o711)
+    store = disks.store(str(place / "sandboxes" / "sb-unit"))
+    image = Path(store, "template-unit.erofs")
+    image.write_text("of a template")
+    image.chmod(0o444)
+    assert _as_stranger('cat "$1"', str(image)) != 0
+    os.chmod(store, 0o711)  # the control, and how it was made before
+    assert _as_stranger('cat "$1"', str(image)) == 0
+    assert disks.store(str(place / "sandboxes" / "sb-unit")) == store
+    assert _as_stranger('cat "$1"', str(image)) != 0

@@ -30,6 +30,8 @@ _MOUNT = 'mount -t overlay -o "ro,lowerdir=$1" ringfence "$2" && shift 2 && exec
 def store(folder: str) -> str:
     """The VM store of the state root that a sandbox's folder belongs to; made if it is not there.
 
+    Nobody else passes through: who sees a machine's table of mounts knows where its template's image lies.
+
     Raises:
         HostLimit: it can't be made.
     """
@@ -38,7 +40,9 @@ def store(folder: str) -> str:
         above = os.environ.get("RINGFENCE_HOME", "/var/lib/ringfence")
     path = os.path.join(above, "vm")
     try:
-        os.makedirs(path, mode=0o711, exist_ok=True)
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if stat.S_IMODE(os.stat(path).st_mode) != 0o700:
+            os.chmod(path, 0o700)
     except OSError as error:
         raise HostLimit(f"{path} can't be made: {error.strerror}", hint="see the state root") from error
     return path
