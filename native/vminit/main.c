@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #define NAMESPACES (CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWCGROUP)
-#define UP_TRIES 4000 /* of 50 ms: how long the system's own init may take until the agent is started anyway */
+#define UP_TRIES 10000 /* of 50 ms: how long the system's own init may take until the agent is started anyway */
 
 /* On the console, which the host reads while the machine starts. */
 _Noreturn void die(const char *step, const char *what)
@@ -65,6 +65,10 @@ static void add_service(void)
     snprintf(text, sizeof text, "\nrfup:2345:once:/bin/sh -c ': > %s'\n", settings.up);
     if (read_file("/etc/inittab", found, sizeof found) && strstr(found, "\nrfup:") == NULL)
         add_text("/etc/inittab", O_APPEND, text);
+    if (settings.hostname != NULL) { /* what the system's start will name the machine after */
+        snprintf(text, sizeof text, "%s\n", settings.hostname);
+        add_text("/etc/hostname", O_CREAT | O_TRUNC, text);
+    }
     for (unsigned i = 0; i < sizeof folders / sizeof *folders; i++)
         mkdir(folders[i], 0755);
     snprintf(text, sizeof text, "[Unit]\nDescription=Ringfence: the system is up\n[Service]\nType=oneshot\n"
@@ -120,6 +124,12 @@ static void start_system(void)
     die("system", settings.init);
 }
 
+static void name_machine(void)
+{
+    if (settings.hostname != NULL)
+        sethostname(settings.hostname, strlen(settings.hostname));
+}
+
 /* Returns when the machine's own init says that it has brought the system up. */
 static void await_system(void)
 {
@@ -131,20 +141,39 @@ static void await_system(void)
         nanosleep(&pause, NULL);
 }
 
+#ifdef __x86_64__
+/* Nanoseconds, and the counter at that time: of many looks at both the one that was interrupted least. */
+static uint64_t moment(uint64_t *counter)
+{
+    uint64_t best = UINT64_MAX, found = 0;
+    for (int i = 0; i < 32; i++) {
+        struct timespec before, after;
+        clock_gettime(CLOCK_MONOTONIC_RAW, &before);
+        uint64_t seen = __builtin_ia32_rdtsc();
+        clock_gettime(CLOCK_MONOTONIC_RAW, &after);
+        uint64_t from = (uint64_t)before.tv_sec * 1000000000u + (uint64_t)before.tv_nsec;
+        uint64_t took = (uint64_t)after.tv_sec * 1000000000u + (uint64_t)after.tv_nsec - from;
+        if (took < best) {
+            best = took;
+            found = from + took / 2;
+            *counter = seen;
+        }
+    }
+    return found;
+}
+#endif
+
 /* On the host: the kHz of its time stamp counter, which an emulated guest is shown. A guest on a busy host can't find that
  * out by itself, and without it its clock does not run. */
 static int measure_counter(void)
 {
 #ifdef __x86_64__
-    struct timespec from, to;
     const struct timespec pause = {0, 50000000};
-    clock_gettime(CLOCK_MONOTONIC_RAW, &from);
-    uint64_t begun = __builtin_ia32_rdtsc();
+    uint64_t begun, ended;
+    uint64_t from = moment(&begun);
     nanosleep(&pause, NULL);
-    clock_gettime(CLOCK_MONOTONIC_RAW, &to);
-    uint64_t ticks = __builtin_ia32_rdtsc() - begun;
-    uint64_t passed = (uint64_t)(to.tv_sec - from.tv_sec) * 1000000000u + (uint64_t)to.tv_nsec - (uint64_t)from.tv_nsec;
-    dprintf(1, "%llu\n", (unsigned long long)((unsigned __int128)ticks * 1000000u / passed));
+    uint64_t to = moment(&ended);
+    dprintf(1, "%llu\n", (unsigned long long)((unsigned __int128)(ended - begun) * 1000000u / (to - from)));
     return 0;
 #else
     return 1;
@@ -169,8 +198,7 @@ int main(int argc, char **argv)
         close(console);
     settings_read("/config");
     devices_load();
-    if (settings.hostname != NULL)
-        sethostname(settings.hostname, strlen(settings.hostname));
+    name_machine();
     root_mount();
     int port = port_open(settings.link, O_RDWR);
     int control = port_open(settings.control, O_RDWR | O_NONBLOCK);
@@ -181,6 +209,7 @@ int main(int argc, char **argv)
         if (settings.init_script != NULL)
             return 0; /* the machine is the script's alone */
         await_system();
+        name_machine(); /* the system has given it the template's */
     }
     cgroup_make();
     serve(start_agent(port), control);
