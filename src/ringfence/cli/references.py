@@ -108,7 +108,36 @@ class Docker(Reference):
             _answer([_find("docker"), "rmi", "-f", self.image])
 
 
-REFERENCES = {kind.name: kind for kind in (Bubblewrap, Runc, Docker)}
+class BareQemu(Reference):
+    """QEMU with the guest kernel of virtual machines and the command as its one program: no wall, no disk."""
+
+    name = "qemu"
+
+    def prepare(self) -> None:
+        """Make the first file system. Emulated, unless a guest has booted with KVM here."""
+        from ringfence.model.errors import RingfenceError
+        from ringfence.runtimes.vm import initramfs, kernel, machines, vmm
+
+        program = _find("qemu-system-x86_64")
+        try:
+            image = kernel.find().image
+        except RingfenceError as error:
+            raise Absent(error.message) from None
+        first = os.path.join(self.folder, "initrd")
+        with open(self.hello, "rb") as source, open(first, "wb") as target:
+            target.write(initramfs.archive([initramfs.Entry("init", source.read())]))
+        kvm = bool(vmm.kvm_verdict())
+        machine = machines.Machine("microvm" if kvm else "q35", kvm, -1, -1, -1, "erofs")
+        words = f"{machines.command_line(machine)} loglevel=0"
+        self.argv = [
+            program, "-M", "microvm,acpi=on,rtc=on,isa-serial=on" if kvm else "q35",
+            "-accel", "kvm" if kvm else "tcg", "-cpu", "host" if kvm else "max", "-m", "256M",
+            "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio",
+            "-kernel", image, "-initrd", first, "-append", words,
+        ]  # fmt: skip
+
+
+REFERENCES = {kind.name: kind for kind in (Bubblewrap, Runc, Docker, BareQemu)}
 
 
 def _find(name: str) -> str:
