@@ -9,15 +9,14 @@
       pins/                  0700  <digest>.<holder>: empty files, what somebody needs although it has no name
       tmp/                   0700  <session>/ and <session>.lock of each import under way
       trash/                 0700  what is being removed
-      private-<random>/      0700  as root; 0711 for a normal user
+      private-<random>/      0700
         layers/<digest>/     fs/ and layer.json
         fittings/<key>/fs/   what a sandbox needs on top (``ringfence.node.fittings``)
 
 Unpacked layers hold what somebody else's image says: folders that everybody may write to, files of any
 user. Other users of this host must not pass through to them, or they could change what all sandboxes are made
 of. That the folder in the middle can't be listed, nor its name guessed, is not enough: some walls' tables of
-mounts have its name, and everybody may read those. As root drivers mount layers before they give that up. As
-a normal user walls may be other users of that user's, so there the name has to do.
+mounts have its name, and everybody may read those. Drivers mount layers before they become somebody else.
 
 Whoever is killed at any moment leaves a session whose lock can be had: its things are nobody's, and the next
 collection removes them. What has been renamed into place is whole, and on the disk.
@@ -538,17 +537,11 @@ def _private(folder: Path) -> Path | None:
     # Only a store that was made to the end has its lock file.
     if not found or not os.path.lexists(folder / "lock"):
         return None
-    private, mode = folder / found[0], _private_mode()
+    private = folder / found[0]
     seen = os.lstat(private)
-    if seen.st_uid == os.geteuid() and stat.S_IMODE(seen.st_mode) != mode:
-        private.chmod(mode)
+    if seen.st_uid == os.geteuid() and stat.S_IMODE(seen.st_mode) != 0o700:
+        private.chmod(0o700)
     return private
-
-
-def _private_mode() -> int:
-    from ringfence.runtimes.context import privileged
-
-    return 0o700 if privileged() else 0o711
 
 
 def _make(folder: Path) -> Path:
@@ -565,7 +558,7 @@ def _make(folder: Path) -> Path:
             private = folder / (begun[0] if begun else f"private-{os.urandom(16).hex()}")
             for path, mode in (
                 *((folder / name, 0o700) for name in _FOLDERS),
-                (private, _private_mode()),
+                (private, 0o700),
                 *((private / name, 0o711) for name in _PRIVATE),
             ):
                 path.mkdir(mode, exist_ok=True)

@@ -360,11 +360,10 @@ def bind(mount: Mount, below: list[Bind]) -> Bind:
 def own_layer(folder: Path) -> Path:
     """A new layer of the sandbox in ``folder``, with mount points and folders of the sandbox's user.
 
-    As root nobody else passes through to it: that user's number may be somebody's of this host.
+    Nobody else passes through to it: that user's number may be somebody's of this host.
     """
     above = folder / "points"
-    above.mkdir(0o711)
-    above.chmod(0o711 if os.geteuid() else 0o700)
+    above.mkdir(0o700)
     layer = above / "fs"
     layer.mkdir(0o755)
     layer.chmod(0o755)
