@@ -117,6 +117,7 @@ def test_snapshot_restore_fork_reset(ringfence, kept):
     said(ringfence("snapshot", "rm", "ready"), f"in use by {copy}")
     assert [each["name"] for each in ringfence.json("snapshot", "ls", "--json")["snapshots"]] == ["ready"]
     assert ringfence.json("sandbox", "rm", "--json", kept, copy, *forks, "--grace", "0s")["stopped"]
+    said(ringfence("snapshot", "rm", "ready", "raedy"), "no snapshot 'raedy'")  # and the other one stays
     assert ringfence("snapshot", "rm", "ready").stdout == b"removed ready\n"
     assert ringfence.json("snapshot", "ls", "--json") == {"snapshots": [], "damaged": {}}
     assert b"no snapshots" in ringfence("snapshot", "ls").stdout

@@ -37,13 +37,13 @@ def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints at most one error message, never a traceback
     (unless ``RINGFENCE_DEBUG=1``).
     """
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        if len(arguments) > 1 and arguments[0] == "help":
-            return main([arguments[1], "--help"])
-        return _print_help(to_stderr=not arguments)
-    if arguments[0] in ("-V", "--version"):
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        return main([arguments[1], "--help"])
+    if arguments[:1] in (["-V"], ["--version"]):
         arguments = ["version", *arguments[1:]]
     try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            return _print_help(to_stderr=not arguments)
         return _dispatch(arguments)
     except KeyboardInterrupt:
         return 130
@@ -78,6 +78,11 @@ def entry() -> NoReturn:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    if (
+        sys.stdout is None or sys.stderr is None
+    ):  # what Python makes of a closed one: nothing can be asked of it
+        nowhere = open(os.devnull, "w")  # noqa: SIM115 - for as long as we live
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     code = main(sys.argv[1:])
     try:
         for stream in (sys.stdout, sys.stderr):
@@ -133,7 +138,7 @@ def _print_help(*, to_stderr: bool) -> int:
             "Environment: RINGFENCE_HOME (where state lives), RINGFENCE_DEBUG=1 (tracebacks), NO_COLOR.",
         ]
     )
-    print(text, file=sys.stderr if to_stderr else sys.stdout)
+    print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
     return FAILED if to_stderr else 0
 
 

@@ -55,7 +55,9 @@ class Interrupted(RingfenceError):
         self.exit_code = 128 + number
 
 
-def refusal(error: GuestRefused, argv: tuple[str, ...], workdir: str | None) -> RingfenceError:
+def refusal(
+    error: GuestRefused, argv: tuple[str, ...], workdir: str | None, template: str = ""
+) -> RingfenceError:
     """Why the command did not start, in the user's words. ``error`` itself where we know no better."""
     name = safe(argv[0])
     reason = os.strerror(error.errno)
@@ -66,7 +68,11 @@ def refusal(error: GuestRefused, argv: tuple[str, ...], workdir: str | None) -> 
     if "(program" not in error.message:
         return error
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        hint = "a sandbox sees the host's /usr; bring other programs with --file or --mount"
+        hint = (
+            "a sandbox sees the host's /usr; bring other programs with --file or --mount"
+            if template in ("", "host")
+            else f"template {safe(template)} has its own files alone; bring others with --file or --mount"
+        )
         if "/" in argv[0]:
             hint += " (and their interpreter: the first line of a script names it)"
         return CommandRefused(f"{name}: not found in the sandbox", hint=hint, exit_code=NOT_FOUND)

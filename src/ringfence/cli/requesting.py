@@ -198,10 +198,16 @@ def check_command(options: argparse.Namespace) -> tuple[str, ...]:
         InvalidRequest: there is none, or it holds a NUL.
         NotFound: the template, whose command it would be, is not there.
     """
+    if options.template == "":  # a variable that is not set: the host's programs are not what was meant
+        raise InvalidRequest(
+            "--template: an empty name", hint="leave it out, or name one: `ringfence template ls`"
+        )
     if not options.command and options.template not in (None, "host"):
         return _template_command(options.template)
     if not options.command:
-        raise InvalidRequest("no command to run", hint="write it after two dashes: ringfence run -- COMMAND")
+        line = f"sandbox exec {options.id}" if getattr(options, "verb", "") == "exec" else "run"
+        hint = f"write it after two dashes: ringfence {line} -- COMMAND"
+        raise InvalidRequest("no command to run", hint=hint)
     if not options.command[0]:
         raise InvalidRequest("the command is an empty string")
     return tuple(options.command)

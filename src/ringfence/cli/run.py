@@ -189,7 +189,7 @@ class Run:
         except GuestRefused as error:
             from ringfence.cli.report import refusal
 
-            raise refusal(error, self.argv, options.workdir) from error
+            raise refusal(error, self.argv, options.workdir, self.request.template) from error
         finally:
             self.raw = None
 

@@ -17,8 +17,7 @@ _Result = TypeVar("_Result")
 
 DESCRIPTION = """\
 Snapshots are saved sandboxes: their files, and with gvisor and qemu everything that ran in them. They are
-made by
-`ringfence sandbox snapshot` and started, any number of times, by `ringfence sandbox restore`."""
+made by `ringfence sandbox snapshot` and started, any number of times, by `ringfence sandbox restore`."""
 
 EPILOG = """\
 examples:
@@ -144,7 +143,14 @@ def _remove_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _remove(options: argparse.Namespace) -> int:
+    from contextlib import suppress
+
+    from ringfence.model.errors import InvalidRequest
+
     def remove(node: Node) -> None:
+        for name in options.names:  # one that is misspelt: nothing is removed
+            with suppress(InvalidRequest):  # damaged ones can be removed
+                node.snapshots.get(name)
         for name in dict.fromkeys(options.names):
             node.snapshots.remove(name)
 

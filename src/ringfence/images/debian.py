@@ -7,6 +7,7 @@ import glob
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -114,11 +115,13 @@ def build(
             assert process.stdout is not None
             process.stdout.close()
             if process.poll() is None:
-                process.terminate()  # it takes down what it has begun
+                # All of it, or it would wait for what it has begun before it cleans up. Its folder and mounts
+                # are gone when it is.
+                os.killpg(process.pid, signal.SIGTERM)
                 try:
                     process.wait(60)
                 except subprocess.TimeoutExpired:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
 
 

@@ -55,10 +55,12 @@ def parse(text: str) -> Reference:
         if kind == "oci" and not rest.startswith(("/", ".")):
             return Reference(kind, registry_reference(rest))
         return _file("oci-layout" if kind == "oci" else kind, rest)
-    if text.startswith(("/", ".", "~")) or os.path.exists(text):
+    engines = RESERVED | {"docker-daemon", "docker"}
+    there = os.path.exists(text) or (kind not in engines and _longest_there(text))
+    if text.startswith(("/", ".", "~")) or there:
         path = os.path.expanduser(text)
         return _file(_kind_of(path) if os.path.exists(path) else "", path)
-    if colon and kind in RESERVED | {"docker-daemon", "docker"}:
+    if colon and kind in engines:
         raise InvalidRequest(
             f"{text}: images of a container engine are not added, but used where they are",
             hint=f"ringfence run --runtime docker --template {text} -- COMMAND",
@@ -134,12 +136,9 @@ def _file(kind: str, text: str) -> Reference:
     """A path, perhaps with the name of an image after a colon."""
     path, tag = os.path.expanduser(text), ""
     if not os.path.exists(path) and ":" in path:
-        # Names of images hold colons too: the longest path that exists.
-        parts = path.split(":")
-        for cut in range(len(parts) - 1, 0, -1):
-            if os.path.exists(":".join(parts[:cut])):
-                path, tag = ":".join(parts[:cut]), ":".join(parts[cut:])
-                break
+        there = _longest_there(path)
+        if there:
+            path, tag = there, path[len(there) + 1 :]
     if not os.path.exists(path):
         raise NotFound(f"there is no {text}", hint=_similar(path))
     kind = kind or _kind_of(path)
@@ -151,6 +150,13 @@ def _file(kind: str, text: str) -> Reference:
             hint="a layout: oci-layout:FOLDER; files of a root: tar them, then rootfs:TAR",
         )
     return Reference(kind, os.path.abspath(path), tag)
+
+
+def _longest_there(text: str) -> str:
+    """The longest path that exists before a colon (names of images hold colons too); empty if none does."""
+    parts = text.split(":")
+    paths = (":".join(parts[:cut]) for cut in range(len(parts) - 1, 0, -1))
+    return next((path for path in paths if path and os.path.exists(path)), "")
 
 
 def _kind_of(path: str) -> str:

@@ -6,14 +6,16 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringfence.images import importing, manifests
+from ringfence.images import debian, importing, manifests
 from ringfence.images.contract import ImportLimits, Template
 from ringfence.images.importing import ImportOptions
 from ringfence.images.merged import Merged
@@ -187,6 +189,51 @@ def test_debian(store: TemplateStore) -> None:
     found = seen.find("/etc/debian_version")
     assert found is not None
     assert found[1].st_mtime <= 1_700_000_000
+
+
+def test_debian_that_is_left_in_the_middle_is_taken_down_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mmdebstrap alone would first wait for what it has begun; killed, it would leave its mounts."""
+    images.need("mmdebstrap")
+    if os.geteuid():
+        pytest.skip("root: mmdebstrap's own steps can't reach this folder otherwise")
+    work = tmp_path / "work"
+    work.mkdir(mode=0o755)
+    monkeypatch.setenv("TMPDIR", str(work))
+    began = tmp_path / "began"
+    # A step of its own that takes for ever, in the middle of its work.
+    hook = f"--setup-hook=touch {began}; exec sleep 7654"
+    program = tmp_path / "bin/mmdebstrap"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("mmdebstrap")} "{hook}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    with debian.build("bookworm") as built:
+        group = built._process.pid
+        deadline = time.monotonic() + 60
+        while not began.exists() and built._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert began.exists()
+    assert built._process.returncode not in (0, -signal.SIGKILL)
+    assert not any(f" {work}/" in line for line in Path("/proc/mounts").read_text().splitlines())
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (_in_group(group) or list(work.iterdir())):
+        time.sleep(0.05)
+    assert not _in_group(group)
+    assert list(work.iterdir()) == []
+
+
+def _in_group(group: int) -> bool:
+    """Whether anything of a process group still runs."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, found = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(found) == group and state not in "ZX":
+            return True
+    return False
 
 
 def test_a_suite_that_does_not_exist(store: TemplateStore) -> None:

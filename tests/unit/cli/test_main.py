@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -151,3 +152,35 @@ def test_completion_scripts_are_valid_and_know_the_options(capsys, tmp_path):
 def test_an_unknown_shell_is_refused(capsys):
     assert main(["completion", "bsh"]) == 125
     assert "did you mean bash?" in capsys.readouterr().err
+
+
+SHIM = "import sys; from ringfence.cli.main import entry; sys.argv[0] = 'ringfence'; entry()"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["version"], ["version", "--json"], ["setup", "--dry-run"]]
+)
+def test_without_a_standard_output_nothing_is_a_fault(arguments):
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", SHIM, *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert "Error" not in done.stderr
+    assert "fault in Ringfence" not in done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["version"]])
+def test_a_full_or_closed_output_is_one_message_and_no_traceback(arguments):
+    command = [sys.executable, "-c", SHIM, *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (125, "ringfence: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -83,6 +83,12 @@ def test_a_command_that_does_not_start(number, text, code):
     assert refused.hint
 
 
+def test_what_was_not_found_is_looked_for_in_the_template():
+    error = GuestRefused(errno.ENOENT, "start x (program: …)")
+    assert "the host's /usr" in report.refusal(error, ("x",), None, "host").hint
+    assert "template tools has its own files alone" in report.refusal(error, ("x",), None, "tools").hint
+
+
 def test_a_workdir_that_is_not_there_is_our_own_failure():
     refused = report.refusal(GuestRefused(errno.ENOENT, "start x (cwd: …)"), ("x",), "/nope")
     assert isinstance(refused, InvalidRequest)

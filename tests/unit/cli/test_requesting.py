@@ -227,3 +227,10 @@ def test_no_command():
     made.command = []
     with pytest.raises(InvalidRequest, match="no command"):
         requesting.check_command(made)
+
+
+def test_an_empty_template_is_not_the_host():
+    made = options("--template", "")
+    made.command = ["true"]
+    with pytest.raises(InvalidRequest, match="empty name"):
+        requesting.check_command(made)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ringfence.runtimes.contract import CgroupPlace, Disk, Identity, IdMap, RootFs, StartSpec
+from ringfence.model.levels import Boundary, Level
+from ringfence.runtimes.contract import CgroupPlace, Disk, Health, Identity, IdMap, RootFs, StartSpec
+from ringfence.runtimes.gvisor import GvisorRuntime
 from ringfence.runtimes.gvisor_parts import links, sandboxes
+from ringfence.runtimes.launching import probing
 
 
 def _spec(folder: Path, user: int = 1000) -> StartSpec:
@@ -79,3 +83,14 @@ def test_the_folder_may_have_a_long_name(tmp_path: Path) -> None:
     real.listen()
     links.dial(str(deep)).close()
     real.close()
+
+
+async def test_without_root_a_probe_says_so_and_starts_nothing() -> None:
+    class Driver:
+        name, level, boundary = "gvisor", Level.L3, Boundary.USERSPACE_KERNEL
+        context = SimpleNamespace(root=False)
+        capabilities = GvisorRuntime.capabilities
+
+    found = await probing.probe(Driver(), "1.0")
+    assert (found.health, found.reason) == (Health.UNAVAILABLE, "it needs root")
+    assert found.remedy

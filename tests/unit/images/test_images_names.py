@@ -102,7 +102,7 @@ def test_default_names(reference: Reference, image: str, name: str) -> None:
     names.full_name(found)
 
 
-def test_paths(tmp_path: Path) -> None:
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "image.tar").touch()
     (tmp_path / "a:b").mkdir()
     (tmp_path / "a:b/index.json").touch()
@@ -112,6 +112,12 @@ def test_paths(tmp_path: Path) -> None:
     )
     assert references.parse(f"oci:{tmp_path}/a:b:tag") == Reference("oci-layout", f"{tmp_path}/a:b", "tag")
     assert references.parse(f"oci-layout:{tmp_path}/image.tar").kind == "oci-archive"
+    monkeypatch.chdir(tmp_path.parent)  # a relative path needs no dot before it
+    assert references.parse(f"{tmp_path.name}/a:b:tag") == Reference("oci-layout", f"{tmp_path}/a:b", "tag")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docker").mkdir()
+    with pytest.raises(InvalidRequest, match="used where they are"):
+        references.parse("docker:image")
     with pytest.raises(NotFound) as caught:
         references.parse(f"{tmp_path}/imag.tar")
     assert f"did you mean {tmp_path}/image.tar?" in caught.value.hint

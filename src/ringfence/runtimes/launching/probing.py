@@ -108,6 +108,13 @@ async def probe(
         "version": version or _version(),
         "vulnerabilities": vulnerabilities,
     }
+    if not root and not runtime.capabilities().rootless:
+        return Probe(
+            health=Health.UNAVAILABLE,
+            reason="it needs root",
+            remedy="run Ringfence as root, or choose a runtime that does without",
+            **answer,
+        )
     folder = ""
     try:
         folder = tempfile.mkdtemp(prefix="ringfence-probe-")
