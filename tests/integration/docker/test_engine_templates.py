@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ringfence.runtimes.engines import images
 from ringfence.runtimes.engines.client import Client
 from ringfence.runtimes.engines.endpoints import find
 from support.commands import Ringfence
-from support.engines import docker
+from support.engines import Engine, docker
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the daemon of these tests is root's")
 
@@ -154,12 +155,18 @@ async def test_an_engine_that_is_not_there_does_not_stop_a_collection(
     assert [gone["kind"] for gone in json.loads(here.stdout)["removed"]] == ["image"]
 
 
+@pytest.fixture
+def state() -> Iterator[Path]:
+    """A state root that the sandbox's own user passes through."""
+    made = Path(tempfile.mkdtemp(prefix="rf-podman-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
 async def test_a_template_on_podman(
-    request: pytest.FixtureRequest, tar: Path, monkeypatch: pytest.MonkeyPatch
+    podman_engine: Engine, state: Path, tar: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request.getfixturevalue("podman_engine")
-    state = Path(tempfile.mkdtemp(prefix="rf-podman-"))
-    state.chmod(0o711)
     command = Ringfence({**os.environ, "RINGFENCE_HOME": str(state)})
     digest = add(command, tar)
     node = await Node.open(state)
@@ -179,4 +186,3 @@ async def test_a_template_on_podman(
     finally:
         await node.close()
     await nothing_left(state, {node.state.owner})
-    shutil.rmtree(state)
