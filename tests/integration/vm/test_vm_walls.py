@@ -76,6 +76,8 @@ async def test_a_machine_in_a_wall(kit: Kit) -> None:
     )
     assert sorted(os.listdir(root / "vm")) == ["disk", "initrd", "kernel", "template"]
     assert sorted(os.listdir(root / "dev")) == ["null", "urandom"]
+    largest = Path(f"/proc/{pid}/limits").read_text().partition("Max file size")[2].split()[0]
+    assert int(largest) < 4 << 30  # it can't fill the host's disk through its own
     groups = Path(f"/proc/{pid}/cgroup").read_text()
     assert sandbox.id in groups or kit.node.state.owner in groups
     for path in sandbox.handle.data["cgroups"]:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from ringfence.runtimes.launching.processes import ProcessRef
 from ringfence.runtimes.vm import control, disks, initramfs, kernel, machines, qmp, vmm
 
 if TYPE_CHECKING:
+    from ringfence.guest.link import GuestLink
     from ringfence.model.sandbox import EffectiveBoundary
     from ringfence.runtimes.context import RuntimeContext
     from ringfence.runtimes.launching.launcher import Child
@@ -179,12 +181,11 @@ class QemuRuntime(LaunchedRuntime):
                 with contextlib.suppress(RingfenceError):
                     await control.call(handle.folder, "wake")
         if memory:  # as every start: when this returns, a link can be opened
-            await (await GuestLink.open(await self.connect(handle), timeout=_ANSWER)).close()
+            await (await self._awake(handle)).close()
         return await asyncio.to_thread(images.describe, folder, handle.data["fitting"], memory=memory)
 
     async def restore(self, spec: StartSpec, folder: str, data: Mapping[str, Any]) -> Handle:
         """See the contract."""
-        from ringfence.guest.link import GuestLink
         from ringfence.runtimes.launching.guestargs import environment_of
         from ringfence.runtimes.vm import images
 
@@ -214,12 +215,25 @@ class QemuRuntime(LaunchedRuntime):
                 os.close(memory)
         if data["memory"]:
             try:
-                async with await GuestLink.open(await self.connect(handle), timeout=_ANSWER) as link:
+                async with await self._awake(handle) as link:
                     await link.bind(env=environment_of(spec))
             except BaseException:
                 await self.destroy(handle)
                 raise
         return handle
+
+    async def _awake(self, handle: Handle) -> GuestLink:
+        """A link to an agent that was just woken: one opened too early ends when the agent begins anew."""
+        from ringfence.guest.link import GuestLink
+
+        end = time.monotonic() + _ANSWER
+        while True:
+            try:
+                return await GuestLink.open(await self.connect(handle), timeout=_ANSWER)
+            except LinkLost:
+                if time.monotonic() > end or not self.ref(handle).alive():
+                    raise
+                await asyncio.sleep(0.05)
 
     async def _version(self) -> str:
         if not self._known_version:
@@ -321,6 +335,7 @@ class QemuRuntime(LaunchedRuntime):
                 descriptors,
                 opened,
                 exit_file=os.path.join(spec.folder, EXIT_FILE),
+                guest_memory=machines.guest_memory(spec.memory),
                 kvm=self.kvm,
                 devices=devices,
                 locked=locked,

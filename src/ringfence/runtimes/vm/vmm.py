@@ -53,7 +53,8 @@ _FIRMWARE = ("bios-256k.bin", "bios-microvm.bin", "kvmvapic.bin", "linuxboot_dma
 _FIRMWARE_FOLDERS = ("/usr/share/qemu", "/usr/share/seabios", "/usr/local/share/qemu")
 _MODULES = ("accel-tcg-x86_64.so",)
 _LIBRARY = re.compile(r"^\s*(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
-_NOFILE, _CORE, _MEMLOCK = 7, 4, 8
+_FSIZE, _NOFILE, _CORE, _MEMLOCK = 1, 7, 4, 8
+_FILE_SLACK = 256 << 20  # bytes that a saved memory may be larger than the memory
 _FOLDERS = ("dev", "proc", "sys", "vm", "tmp")
 _made: dict[tuple[str, str], str] = {}
 
@@ -149,12 +150,14 @@ def plan(
     *,
     exit_file: str,
     kvm: bool,
+    guest_memory: int = 0,
     devices: Sequence[tuple[str, int, int]] = (),
     locked: int = 0,
 ) -> Plan:
     """The steps from nothing to a running QEMU.
 
     ``files``: name below ``FILES`` → (host path, writable). ``descriptors``: number in QEMU → ours.
+    ``guest_memory``: bytes.
     ``devices``: nodes for VFIO (path, major, minor), for which QEMU is shown ``/sys`` and may lock ``locked``
     bytes of memory.
     """
@@ -193,6 +196,10 @@ def plan(
     made.add("MOUNT", "proc", "/proc", "proc", _QUIET, "hidepid=2")
     made.add("DETACH")
     made.add("RLIMIT", _CORE, 0, 0)
+    # A monitor that its guest has taken over can't fill the host's disk through the two files it may write.
+    sizes = [os.stat(source).st_size for source, writable in files.values() if writable]
+    largest = max([guest_memory, *sizes])
+    made.add("RLIMIT", _FSIZE, largest + _FILE_SLACK, largest + _FILE_SLACK)
     made.add("RLIMIT", _NOFILE, 1024, 1024)
     made.add("USERNS_ENTER")
     made.add("NO_NEW_PRIVS")
