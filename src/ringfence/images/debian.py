@@ -94,7 +94,7 @@ def build(
     if epoch is None:
         epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time() // 86400 * 86400)
     argv = [
-        program, "--quiet", f"--variant={variant}", "--format=tar", f"--architectures={machine()}",
+        *_bound(), program, "--quiet", f"--variant={variant}", "--format=tar", f"--architectures={machine()}",
         *([f"--include={','.join(packages)}"] if packages else []),
         *(["--mode=unshare"] if os.geteuid() else ["--mode=root"]),
         '--aptopt=Acquire::Languages "none"', suite, "-",
@@ -123,6 +123,19 @@ def build(
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+
+
+def _bound() -> list[str]:
+    """What a command line is put after, so that it ends with the thread that began it, even if we are killed.
+
+    As root all that it begins ends with it, with its mounts: they have namespaces of their own. The shell is
+    there to be their first process, which has to reap what others leave, and gets no signal by default.
+    """
+    ends_with_us = ["setpriv", "--pdeathsig", "KILL", "--"]
+    if os.geteuid():  # mmdebstrap makes its own, which nests in no other
+        return ends_with_us
+    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--"]
+    return [*ends_with_us, *apart, "sh", "-c", '"$@"; exit $?', "sh"]
 
 
 def _mirrors(suite: str) -> list[str]:

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -222,6 +224,61 @@ def test_debian_that_is_left_in_the_middle_is_taken_down_at_once(
         time.sleep(0.05)
     assert not _in_group(group)
     assert list(work.iterdir()) == []
+
+
+def test_debian_ends_with_who_is_making_it(tmp_path: Path) -> None:
+    """Killed, we can't take it down; it goes all the same, with all it has begun and its mounts."""
+    images.need("mmdebstrap")
+    if os.geteuid():
+        pytest.skip("root: mmdebstrap's own steps can't reach this folder otherwise")
+    work = tmp_path / "work"
+    work.mkdir(mode=0o755)
+    began = tmp_path / "began"
+    hook = f"--setup-hook=touch {began}; exec sleep 7655"
+    program = tmp_path / "bin/mmdebstrap"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("mmdebstrap")} "{hook}" "$@"\n')
+    program.chmod(0o755)
+    code = (
+        "from ringfence.images import debian\n"
+        "with debian.build('bookworm') as built:\n"
+        "    print(built._process.pid, flush=True)\n"
+        "    built.read(1)\n"
+    )
+    path = f"{program.parent}:{os.environ['PATH']}"
+    maker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PATH": path, "TMPDIR": str(work)},
+    )
+    assert maker.stdout is not None
+    try:
+        group = int(maker.stdout.readline())
+        deadline = time.monotonic() + 60
+        while not began.exists() and maker.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert began.exists()
+        assert _in_group(group)
+    finally:
+        maker.kill()
+        maker.wait()
+        maker.stdout.close()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (_in_group(group) or _sleeps("7655")):
+        time.sleep(0.05)
+    assert not _in_group(group)
+    assert not _sleeps("7655")
+    assert not any(f" {work}/" in line for line in Path("/proc/mounts").read_text().splitlines())
+
+
+def _sleeps(seconds: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == b"sleep\0" + seconds.encode() + b"\0":
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def _in_group(group: int) -> bool:
