@@ -43,8 +43,17 @@ class Parser(argparse.ArgumentParser):
                 rest = ["--", *rest]
             options.command = options.command + rest
         if unknown:
-            raise self._unknown(unknown[0])
+            raise self._of_verb(options)._unknown(unknown[0])
         return options
+
+    def _of_verb(self, options: argparse.Namespace) -> Parser:
+        """The parser of the verb that was given; our own without one."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                verb = action.choices.get(str(getattr(options, action.dest, "")))
+                if isinstance(verb, Parser):
+                    return verb
+        return self
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for any mistake."""

@@ -104,3 +104,21 @@ def test_the_quick_reader_is_used():
 )
 def test_everything_else_is_left_to_argparse(arguments):
     assert parse_quickly([*arguments, "--", "true"]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["exec", "--timout", "1s", "sb-x"], "see `ringfence sandbox exec --help`"),
+        (["ls", "--jsn"], "did you mean --json?"),
+        (["ls", "extra"], "see `ringfence sandbox ls --help`"),
+    ],
+)
+def test_what_a_verb_does_not_know_leads_to_its_own_help(arguments, hint):
+    from ringfence.cli import sandbox
+
+    parser = Parser(prog="ringfence sandbox")
+    sandbox.configure(parser)
+    with pytest.raises(InvalidRequest) as caught:
+        parser.parse_command_line(arguments)
+    assert caught.value.hint == hint
