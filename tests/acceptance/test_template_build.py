@@ -99,6 +99,12 @@ def test_a_definition_by_itself_and_arguments(ringfence: Ringfence, context: Pat
             "--disk",
         ),
         ("RUN wget http://x.example/y\n", [], "line 2, RUN", "build steps have no network"),
+        (
+            'RUN ["/nope"]\n',
+            [],
+            "2, RUN: '/nope' can't be started: No such file or directory",
+            "name a program",
+        ),
         ("", ["--build-arg", "X=1"], "has no ARG of that name", "declared"),
         ("", ["--runtime", "jale"], "jale", ""),
         ("", ["--epoch", "-1"], "not a time", "1970"),

@@ -9,6 +9,7 @@ does to a folder it shares with us can lead the copy elsewhere, and nobody sees 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -17,7 +18,14 @@ from typing import Any
 
 from ringfence.cli.output import safe
 from ringfence.cli.requesting import Transfer
-from ringfence.model.errors import GuestError, HostLimit, InvalidRequest, ProtocolViolation, RingfenceError
+from ringfence.model.errors import (
+    GuestError,
+    GuestRefused,
+    HostLimit,
+    InvalidRequest,
+    ProtocolViolation,
+    RingfenceError,
+)
 from ringfence.model.ids import new_id
 from ringfence.model.policy import MIB
 from ringfence.model.quantities import format_size
@@ -197,6 +205,9 @@ async def _folder_out(files: Any, destination: Destination, temporary: str, most
 def _as_error(error: Exception, destination: Destination, sandbox: Any) -> dict[str, Any]:
     if isinstance(error, RingfenceError):
         value = error.as_dict()
+        if isinstance(error, GuestRefused) and error.errno in (errno.ENOENT, errno.ENOTDIR):
+            value["message"] = os.strerror(error.errno)
+            value["hint"] = "the command has not made it; a relative path begins in its folder, --workdir"
         if isinstance(error, ProtocolViolation):
             value["hint"] = "the sandbox sent what it must not; nothing was written"
         if sandbox.ended.done():

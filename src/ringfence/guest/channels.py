@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -157,7 +158,9 @@ class Channel:
             number, text = frames.parse_error(payload)
             if not 0 < number < 4096:
                 raise ProtocolViolation("an ERROR frame without an errno")
-            said = clean(text)
+            said = clean(text).removesuffix(f": {os.strerror(number)}")  # the error says it itself
+            if said == self.what.partition(" ")[0]:
+                said = ""
             self.error = GuestRefused(number, f"{self.what} ({said})" if said else self.what)
             self.finish()
         elif kind == frames.CLOSE:

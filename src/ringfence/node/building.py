@@ -27,7 +27,7 @@ from ringfence.images.contract import ENGINE, HOST, ImportLimits, Layer, Templat
 from ringfence.images.manifests import MOST_LAYERS, machine
 from ringfence.images.merged import Merged
 from ringfence.images.store import TemplateStore
-from ringfence.model.errors import BuildFailed, InvalidRequest, NotFound, RingfenceError
+from ringfence.model.errors import BuildFailed, GuestRefused, InvalidRequest, NotFound, RingfenceError
 from ringfence.model.levels import Cause
 from ringfence.model.policy import Policy
 from ringfence.model.quantities import format_size
@@ -287,9 +287,16 @@ class _Build:
                 tail.extend(output.data)
                 del tail[:-KEPT_OUTPUT]
 
-            result = await sandbox.run(
-                ProcessSpec(step.argv, env=env, cwd=step.config.workdir or "/"), on_output=follow
-            )
+            try:
+                result = await sandbox.run(
+                    ProcessSpec(step.argv, env=env, cwd=step.config.workdir or "/"), on_output=follow
+                )
+            except GuestRefused as error:
+                what = f"{step.argv[0]!r} can't be started: {os.strerror(error.errno)}"
+                if "(program" in error.message:
+                    error.message = what
+                    error.hint = "name a program that the template has by now, with its interpreter"
+                raise
             if result.end.cause is not Cause.EXITED or result.end.exit_code:
                 raise self._failed(step, sandbox, result.end, bytes(tail))
             saved = await saving.snapshot(self._node, sandbox, kind="disk", temporary=True)
