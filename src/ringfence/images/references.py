@@ -141,6 +141,11 @@ def _file(kind: str, text: str) -> Reference:
             path, tag = there, path[len(there) + 1 :]
     if not os.path.exists(path):
         raise NotFound(f"there is no {text}", hint=_similar(path))
+    if not (os.path.isfile(path) or os.path.isdir(path)):
+        raise InvalidRequest(
+            f"{text} is a device, a pipe or a socket: neither a file nor a folder",
+            hint="write what comes out of it to a file first, and name that",
+        )
     kind = kind or _kind_of(path)
     if kind == "oci-layout" and not os.path.isdir(path):
         kind = "oci-archive"

@@ -18,6 +18,7 @@ MOST_NAME = 64 << 10  # bytes of a name: unpacking allows fewer, an index of man
 MOST_PAX = 1 << 20  # bytes of one entry's pax records
 MOST_EXTENSIONS = 8  # extension headers before one entry
 MOST_ATTRIBUTES = 64
+MOST_PADDING = 1 << 20  # bytes after the end mark: tar fills up its last record, 10 KiB by default
 _CHUNK = 1 << 16
 _KINDS = {
     b"0": "file", b"\0": "file", b"7": "file", b"1": "hardlink", b"2": "symlink", b"3": "device",
@@ -94,9 +95,20 @@ class TarReader:
         return data
 
     def finish(self) -> None:
-        """Read on to the end of the stream: what follows the archive's end mark is padding."""
+        """Read on to the end of the stream: what follows the archive's end mark is padding.
+
+        Raises:
+            InvalidRequest: more than that.
+        """
+        left = MOST_PADDING
         while data := self._stream.read(_CHUNK):
             self.offset += len(data)
+            left -= len(data)
+            if left < 0:
+                raise InvalidRequest(
+                    f"more than {MOST_PADDING >> 20} MiB follow the end of the archive",
+                    hint="an archive that was appended to another: make one of both",
+                )
 
     def _exactly(self, size: int) -> bytes:
         parts = []

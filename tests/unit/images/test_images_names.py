@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,10 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docker").mkdir()
     with pytest.raises(InvalidRequest, match="used where they are"):
         references.parse("docker:image")
+    os.mkfifo(tmp_path / "pipe")
+    for source in ("/dev/zero", "rootfs:/dev/zero", str(tmp_path / "pipe"), f"rootfs:{tmp_path}/pipe"):
+        with pytest.raises(InvalidRequest, match="neither a file nor a folder"):
+            references.parse(source)
     with pytest.raises(NotFound) as caught:
         references.parse(f"{tmp_path}/imag.tar")
     assert f"did you mean {tmp_path}/image.tar?" in caught.value.hint
