@@ -83,6 +83,10 @@ def entry() -> NoReturn:
     ):  # what Python makes of a closed one: nothing can be asked of it
         nowhere = open(os.devnull, "w")  # noqa: SIM115 - for as long as we live
         sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+    for stream in (sys.stdout, sys.stderr):
+        # What the terminal's encoding has no character for is shown as one that it has.
+        if getattr(stream, "errors", "") == "strict":
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     code = main(sys.argv[1:])
     try:
         for stream in (sys.stdout, sys.stderr):

@@ -36,7 +36,7 @@ def check(request: SandboxRequest) -> None:
     if policy.door.network.mode != "none":
         raise Unsupported(
             f"network mode {policy.door.network.mode!r} needs the egress door, which is not built yet",
-            hint="use network mode none; move files in and out by mounts or the API",
+            hint="use network mode none: files come in with --file or a mount, and go out with --out",
             capability="network",
         )
     _check_size(request)

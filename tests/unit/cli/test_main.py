@@ -171,6 +171,16 @@ def test_without_a_standard_output_nothing_is_a_fault(arguments):
     assert done.returncode == 0
 
 
+def test_an_encoding_without_our_characters_is_no_fault():
+    done = subprocess.run(
+        [sys.executable, "-c", SHIM, "run", "--help"],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii() and b"--memory" in done.stdout
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["version"]])
 def test_a_full_or_closed_output_is_one_message_and_no_traceback(arguments):
     command = [sys.executable, "-c", SHIM, *arguments]
