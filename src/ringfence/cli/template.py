@@ -156,7 +156,7 @@ def _add(options: argparse.Namespace) -> int:
             note(f"and {len(added.notes) - 5} notes more (--json has them)")
     template = added.template
     shared = f", {added.reused} of them here before" if added.reused else ""
-    print(f"{template.name}  {template.digest}  {len(template.layers)} layers{shared}")
+    print(f"{template.name}  {template.digest}  {layers(template)}{shared}")
     return 0
 
 
@@ -178,8 +178,14 @@ def _add_snapshot(options: argparse.Namespace) -> int:
         return 0
     for text in notes[:5] if not options.quiet else ():
         note(printable(text))
-    print(f"{template.name}  {template.digest}  {len(template.layers)} layers")
+    print(f"{template.name}  {template.digest}  {layers(template)}")
     return 0
+
+
+def layers(template: Template) -> str:
+    """``1 layer``, ``2 layers``."""
+    count = len(template.layers)
+    return f"{count} layer" + ("s" if count != 1 else "")
 
 
 def import_options(options: argparse.Namespace) -> Any:

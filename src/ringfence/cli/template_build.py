@@ -109,7 +109,7 @@ def policy_of(options: argparse.Namespace) -> Policy:
 
 def main(options: argparse.Namespace) -> int:
     """Build. Returns the exit code."""
-    from ringfence.cli.template import as_json
+    from ringfence.cli.template import as_json, layers
     from ringfence.images import names
     from ringfence.images.building.definition import parse
 
@@ -146,9 +146,7 @@ def main(options: argparse.Namespace) -> int:
         )
     else:
         template = built.template
-        print(
-            f"{template.name}  {template.digest}  {len(template.layers)} layers, {format_size(template.size)}"
-        )
+        print(f"{template.name}  {template.digest}  {layers(template)}, {format_size(template.size)}")
     return 0
 
 

@@ -97,6 +97,11 @@ def main_warm(options: argparse.Namespace) -> int:
         from ringfence.node.building import in_thread
         from ringfence.node.warming import warm
 
+        for runtime in options.runtime:  # one that is misspelt: nothing is begun
+            await node.runtime(runtime)
+        for name in options.names:
+            if name.partition(":")[0] not in references.KINDS:
+                store.resolve(name)
         found = []
         for number, name in enumerate(options.names, start=1):
             try:

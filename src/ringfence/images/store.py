@@ -372,6 +372,11 @@ class TemplateStore:
                 gone = [each for each in self.names() if self.points_at(each) == digest]
                 if not gone and not os.path.lexists(self._template_file(digest)):
                     raise NotFound(f"no template {name}", hint="`ringfence template ls` lists what is here")
+            elif name.partition(":")[0] == "host":
+                raise InvalidRequest(
+                    "host can't be removed: it is this machine's own files, not a template that was added",
+                    hint="`ringfence template ls` lists what was",
+                )
             else:
                 full = names.full_name(name)
                 if not os.path.lexists(self._name_file(full)):

@@ -351,6 +351,8 @@ def test_the_command_line(no_leaks: Leaks) -> None:
         (["add"], b"SOURCE"),
         (["show", "nothing"], b"no template 'nothing'"),
         (["rm", "nothing"], b"no template 'nothing'"),
+        (["rm", "host"], b"host can't be removed: it is this machine's own files"),
+        (["warm", "nothing", "--runtime", "jail", "--runtime", "jial"], b"no runtime"),
         (["gc", "--budget", "much"], b"--budget"),
         (["sho"], b"did you mean show"),
         ([], b"VERB"),

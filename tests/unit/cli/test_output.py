@@ -97,3 +97,12 @@ def test_an_os_error_names_the_file(capsys):
 def test_json_survives_names_that_are_no_text(capsys):
     print_json({"path": b"\xff".decode("utf-8", "surrogateescape"), "raw": b"ab"})
     assert json.loads(capsys.readouterr().out) == {"path": "\udcff", "raw": "ab"}
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 layers"), (1, "1 layer"), (2, "2 layers")])
+def test_layers_are_counted_in_words(count, text):
+    from types import SimpleNamespace
+
+    from ringfence.cli.template import layers
+
+    assert layers(SimpleNamespace(layers=[None] * count)) == text
