@@ -555,6 +555,7 @@ class Node:
                 raise HostLimit(
                     f"cgroup {group.name} stays busy", hint=f"its processes: {group.processes()[:10]}"
                 )
+            group.kill()  # one may have come in after the last look
             await asyncio.sleep(delay)
             delay = min(delay * 2, 0.05)
 

@@ -37,7 +37,7 @@ from ringfence.runtimes.launching.plan import (
     NOBODY,
     Plan,
 )
-from ringfence.runtimes.launching.processes import readable
+from ringfence.runtimes.launching.processes import kill_tree, readable
 from ringfence.runtimes.launching.steps import MASKED, add_cgroups, add_limits, writable_folders
 
 START_TIMEOUT = 10.0  # seconds until the agent behind bwrap must answer
@@ -185,14 +185,10 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
             raise StartFailed(f"bwrap: {text}", hint=_hint(text), step="bwrap") from error
 
     async def _undo(self, child: Child) -> None:
-        import signal
-
-        from ringfence.runtimes import measuring
-
-        # What bwrap started does not die with it where the wall was to be kept.
-        for pid in measuring.tree(child.pid) if not child.exited.done() else []:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        # What bwrap started does not die with it where the wall was to be kept, or before bwrap has mapped
+        # its users: until then its child waits for that alone.
+        if not child.exited.done():
+            kill_tree(child.pid, child.pidfd)
         await asyncio.shield(child.exited)
         for key in [key for key, each in self._children.items() if each is child]:
             del self._children[key]

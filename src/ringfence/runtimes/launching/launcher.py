@@ -15,7 +15,7 @@ from ringfence import _native
 from ringfence.model.errors import HostLimit, StartFailed
 from ringfence.runtimes.launching.hints import failure
 from ringfence.runtimes.launching.plan import MAX_BYTES, Plan
-from ringfence.runtimes.launching.processes import readable
+from ringfence.runtimes.launching.processes import kill_tree, readable
 
 _MAGIC = 0x314C4652
 _REQUEST = struct.Struct("<IIII")
@@ -242,10 +242,8 @@ def _moved(sock: socket.socket) -> int:
 
 
 def _abandon_child(child: Child) -> None:
-    import signal
-
-    with contextlib.suppress(OSError):
-        signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+    # A foreign program may have forked already, and what it forked would wait for it for ever.
+    kill_tree(child.pid, child.pidfd)
     child.close()
 
 

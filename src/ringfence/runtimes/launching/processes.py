@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import os
 import select
+import signal
+import time
 from functools import cache
 from typing import NamedTuple
+
+_LONGEST_STOP = 1.0  # seconds that a process may take to stop: it has to leave the kernel
 
 
 @cache
@@ -69,6 +73,34 @@ class ProcessRef(NamedTuple):
             await readable(descriptor)
         finally:
             os.close(descriptor)
+
+
+def kill_tree(pid: int, pidfd: int) -> None:
+    """SIGKILL a process and everything below it, though it may be forking just now.
+
+    For programs whose children do not die with them: it is stopped first, so that the list of its children is
+    whole when they are killed.
+    """
+    from ringfence.runtimes.measuring import tree
+
+    with contextlib.suppress(OSError):
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        end = time.monotonic() + _LONGEST_STOP
+        while _state(pid) not in ("T", "Z", "X", "") and time.monotonic() < end:
+            time.sleep(0.0002)
+        for each in tree(pid)[1:]:
+            with contextlib.suppress(OSError):
+                os.kill(each, signal.SIGKILL)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    """The letter of /proc/PID/stat; empty if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return ""
 
 
 async def readable(descriptor: int) -> None:
