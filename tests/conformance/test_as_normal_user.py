@@ -24,7 +24,7 @@ def report(outcomes: list[Outcome]) -> str:
     return "\n\n".join(f"{found.test}\n{found.text}" for found in outcomes if found.outcome == "failed")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("runtime", "ids"),
     # runc wants user 0 mapped, and has subordinate ids for that or says so (tests/integration/oci).
@@ -45,7 +45,7 @@ def test_conformance(runtime: str, ids: bool, request: pytest.FixtureRequest) ->
         if runtime == "wasm":
             user.give_modules()
         args = ["tests/conformance/test_runtimes.py", f"--ringfence-runtime={runtime}"]
-        outcomes, done = user.pytest(*args, *(["-k", WITH_IDS] if ids else []), timeout=390)
+        outcomes, done = user.pytest(*args, *(["-k", WITH_IDS] if ids else []), timeout=1100)
     counts = Counter(found.outcome for found in outcomes)
     add_counts(request.config, f"{runtime} (user{' with ids' if ids else ''})", counts)
     assert outcomes, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from support.rootless import normal_user
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this session is a normal user's already")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ids", [False, True], ids=["one-id", "subordinate-ids"])
 def test_attacks(ids: bool, request: pytest.FixtureRequest) -> None:
     with normal_user(ids=ids) as user:
@@ -34,7 +34,7 @@ def test_attacks(ids: bool, request: pytest.FixtureRequest) -> None:
             chosen = ["jail"]
         args += [f"--ringfence-runtime={name}" for name in chosen]
         env = {"RINGFENCE_TEST_PAYLOADS": str(compiled), "RINGFENCE_TEST_SUID": str(suid)}
-        outcomes, done = user.pytest(*args, timeout=390, env=env)
+        outcomes, done = user.pytest(*args, timeout=1100, env=env)
     failures = [f"{found.test}\n{found.text}" for found in outcomes if found.outcome == "failed"]
     assert not failures, "\n\n".join(failures)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -94,6 +94,7 @@ def copy(
         most: entries.
 
     Raises:
+        Moved: a file went or became something else meanwhile, which it can only if the wall was not frozen.
         WrongState: the copy was given up, or the layer vanished.
         InvalidRequest: too many entries, too deep or too large.
         OSError: the disk is full, or the like.
@@ -122,6 +123,14 @@ def changed(source: int, copied: Copied) -> str:
         if seen != _seen(path, info) or info.st_ctime_ns > copied.began - COARSE:
             return path or "/"
     return next(iter(expected), "")
+
+
+class Moved(Exception):
+    """The wall runs on, and took away what was being copied. ``path`` is what."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
 
 
 class _Level(NamedTuple):
@@ -218,9 +227,11 @@ class _Copy:
             os.link(first, name, src_dir_fd=self.top, dst_dir_fd=here.target, follow_symlinks=False)
             return None
         if kind == stat.S_IFREG:
-            self._file(here, name)
+            self._file(here, name, path)
         elif kind == stat.S_IFLNK:
-            os.symlink(os.readlink(name, dir_fd=here.source), name, dir_fd=here.target)
+            with _still_there(path):
+                leads_to = os.readlink(name, dir_fd=here.source)
+            os.symlink(leads_to, name, dir_fd=here.target)
         elif kind in (stat.S_IFIFO, stat.S_IFSOCK):
             os.mknod(name, kind | 0o600, dir_fd=here.target)
         else:
@@ -233,7 +244,8 @@ class _Copy:
         return None
 
     def _folder(self, here: _Level, name: str, path: str) -> _Level:
-        source = os.open(name, FOLDER, dir_fd=here.source)
+        with _still_there(path):
+            source = os.open(name, FOLDER, dir_fd=here.source)
         try:
             os.mkdir(name, 0o700, dir_fd=here.target)
             target = os.open(name, FOLDER, dir_fd=here.target)
@@ -242,12 +254,13 @@ class _Copy:
             raise
         return self._level(source, target, path)
 
-    def _file(self, here: _Level, name: str) -> None:
-        source = os.open(name, FILE, dir_fd=here.source)
+    def _file(self, here: _Level, name: str, path: str) -> None:
+        with _still_there(path):
+            source = os.open(name, FILE, dir_fd=here.source)
         try:
             info = os.fstat(source)
             if not stat.S_ISREG(info.st_mode):
-                raise WrongState("a file of the sandbox became something else meanwhile", hint="try again")
+                raise Moved(path)
             target = os.open(name, _NEW, 0o600, dir_fd=here.target)
             try:
                 for start, end in extents(source, info.st_size):
@@ -497,6 +510,18 @@ def _walk(top: int) -> Iterator[tuple[str, os.stat_result]]:
     finally:
         for here, _, _ in levels:
             os.close(here)
+
+
+@contextlib.contextmanager
+def _still_there(path: str) -> Iterator[None]:
+    """What was looked at a moment ago is opened: by now it may be gone, or something else."""
+    try:
+        yield
+    except OSError as error:
+        # EINVAL: readlink of what is no link any more.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL):
+            raise Moved(path) from error
+        raise
 
 
 def _seen(path: str, info: os.stat_result) -> Seen:

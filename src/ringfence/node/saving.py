@@ -205,12 +205,15 @@ async def _layer(node: Node, sandbox: NodeSandbox, work: Path) -> tuple[str, tup
         with _opened(sandbox.runtime.open_upper(sandbox.handle)) as upper:
             for _ in range(ATTEMPTS):
                 async with standing_still(sandbox) as how:
-                    copied = await _in_thread(
-                        lambda stop: layers.copy(upper, str(target), own, limit=limit, stop=stop)
-                    )
-                    if how == "frozen":
-                        break
-                    different = await asyncio.to_thread(layers.changed, upper, copied)
+                    try:
+                        copied = await _in_thread(
+                            lambda stop: layers.copy(upper, str(target), own, limit=limit, stop=stop)
+                        )
+                        if how == "frozen":
+                            break
+                        different = await asyncio.to_thread(layers.changed, upper, copied)
+                    except layers.Moved as moved:
+                        different = moved.path
                 if not different:
                     break
                 await asyncio.to_thread(shutil.rmtree, target)

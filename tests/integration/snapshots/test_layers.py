@@ -234,3 +234,30 @@ def test_a_full_disk_is_an_error_of_the_system(
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space"):
         copied(upper, layer)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "file to link", "file to pipe"])
+def test_what_goes_between_two_looks_is_said_to_have_moved(
+    upper: Path, layer: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = upper / "victim"
+    {"folder": victim.mkdir, "link": lambda: victim.symlink_to("x")}.get(kind, victim.touch)()
+    look = os.stat
+
+    def then_it_goes(name: object, **how: object) -> os.stat_result:
+        seen = look(name, **how)  # type: ignore[arg-type]
+        if name == "victim":
+            victim.rmdir() if kind == "folder" else victim.unlink()
+            if kind == "file to link":
+                victim.symlink_to("/etc/passwd")
+            elif kind == "file to pipe":
+                os.mkfifo(victim)
+        return seen
+
+    opened = os.open(upper, layers.FOLDER)
+    monkeypatch.setattr(layers.os, "stat", then_it_goes)
+    with pytest.raises(layers.Moved) as caught:
+        layers.copy(opened, str(layer), OWN, limit=LIMIT)
+    monkeypatch.undo()
+    assert caught.value.path == "/victim"
+    os.close(opened)
