@@ -12,7 +12,7 @@ from ringfence.cli import inside
 from ringfence.node.service import Node
 
 
-@pytest.mark.timeout(400)  # two machines are booted each time, emulated where there is no KVM
+@pytest.mark.timeout(1200)  # two machines are booted each time, emulated where there is no KVM
 def test_doctor(ringfence):
     shown = ringfence.json("doctor", "--json")
     assert shown["ok"]

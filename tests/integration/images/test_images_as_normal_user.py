@@ -21,14 +21,14 @@ CHOSEN = {
 LEAST = {False: 30, True: 4}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ids", [False, True], ids=["one-id", "subordinate-ids"])
 def test_as_a_normal_user(ids: bool) -> None:
     for make in (images.docker_archive, images.oci_archive, images.layout, images.zstd_layout):
         make()  # as root, which they are read from
     with normal_user(ids=ids) as user:
         outcomes, done = user.pytest(
-            *TESTS, "-k", CHOSEN[ids], timeout=390, env={"RINGFENCE_TEST_IMAGES": str(images.FOLDER)}
+            *TESTS, "-k", CHOSEN[ids], timeout=1100, env={"RINGFENCE_TEST_IMAGES": str(images.FOLDER)}
         )
     failed = [f"{found.test}\n{found.text}" for found in outcomes if found.outcome == "failed"]
     assert not failed, "\n\n".join(failed)

@@ -27,7 +27,7 @@ def make(tmp_path: Path, target: str) -> Path:
     return build / target
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
     built = make(tmp_path, "sanitize/ringfence-launcher")
     native, logs = tmp_path / "native", tmp_path / "logs"

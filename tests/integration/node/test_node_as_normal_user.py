@@ -25,11 +25,11 @@ CHOSEN = (
 )
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ids", [False, True], ids=["one-id", "subordinate-ids"])
 def test_as_a_normal_user(ids: bool) -> None:
     with normal_user(ids=ids) as user:
-        outcomes, done = user.pytest(*TESTS, "-k", CHOSEN, timeout=390)
+        outcomes, done = user.pytest(*TESTS, "-k", CHOSEN, timeout=1100)
     failed = [f"{found.test}\n{found.text}" for found in outcomes if found.outcome == "failed"]
     assert not failed, "\n\n".join(failed)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
