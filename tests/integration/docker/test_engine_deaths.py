@@ -71,7 +71,7 @@ async def host(kit: Kit, kind: str, watched: str) -> AsyncIterator[tuple[str, st
         process.wait()
         process.stdout.close()
         if left := docker("ps", "--all", "--quiet").split():
-            docker("rm", "--force", *left)  # of a test that failed
+            docker("rm", "--force", "--volumes", *left)  # of a test that failed
 
 
 def nothing_there() -> bool:
@@ -100,7 +100,7 @@ async def test_without_the_watcher_it_would_live_on_until_the_next_node_s_sweep(
             assert docker("inspect", "--format", "{{.State.Running}}", f"ringfence-{name}") == "true"
         done = Ringfence({**os.environ, "RINGFENCE_HOME": str(kit.state)})("list")
         assert done.returncode == 0, done.stderr
-        assert nothing_there(), "the sweep left the container"
+        await eventually(nothing_there, "the sweep left the container")
     assert list((kit.state / "sandboxes").iterdir()) == []
 
 
