@@ -27,7 +27,7 @@ from ringfence.node.journal import (
     root_from_json,
 )
 from ringfence.node.sandboxes import NodeSandbox
-from ringfence.runtimes.contract import Handle, Pausable
+from ringfence.runtimes.contract import Handle, KnownByName, Pausable
 from ringfence.runtimes.launching.processes import ProcessRef
 
 if TYPE_CHECKING:
@@ -240,9 +240,9 @@ async def _forget(node: Node, name: str, record: dict[str, Any]) -> None:
     """The same where walls are made elsewhere: a container engine knows them by the sandbox's name."""
     with contextlib.suppress(RingfenceError, ImportError):
         runtime = await node.runtime(str(record.get("runtime", "")))
-        forget = getattr(getattr(runtime, "driver", runtime), "forget", None)
-        if forget is not None:
-            await forget(name)
+        driver = getattr(runtime, "driver", runtime)
+        if isinstance(driver, KnownByName):
+            await driver.remove_named(name)
 
 
 def _parent(pid: int) -> int:

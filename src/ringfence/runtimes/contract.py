@@ -330,6 +330,14 @@ class Layered(Protocol):
 
 
 @runtime_checkable
+class KnownByName(Protocol):
+    """A driver whose walls live elsewhere and can be found without a handle, by the sandbox's id."""
+
+    async def remove_named(self, sandbox: str) -> None:
+        """Remove the wall of a start whose node died before it had a handle; there may be none."""
+
+
+@runtime_checkable
 class Snapshotting(Protocol):
     """A driver that can save a wall and start others from what it saved."""
 

@@ -324,7 +324,7 @@ class EngineRuntime(LaunchedRuntime):
             os.unlink(handle.socket_path)
         _forget_gpus(handle.folder)
 
-    async def forget(self, sandbox: str) -> None:
+    async def remove_named(self, sandbox: str) -> None:
         """Remove what a node that died in the middle of a start may have made, of which there is no handle.
 
         Raises:
