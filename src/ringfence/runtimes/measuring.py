@@ -208,3 +208,70 @@ def measure(driver: Driver, handle: Handle) -> EffectiveBoundary:
         limits={},
         notes=tuple(notes),
     )
+
+
+def measure_monitor(
+    driver: Driver,
+    handle: Handle,
+    monitor: str,
+    kernel: str,
+    *,
+    boundary: Boundary | None = None,
+    essential: tuple[str, ...] = ESSENTIAL,
+    unprivileged: bool = True,
+    notes: tuple[str, ...] = (),
+) -> EffectiveBoundary:
+    """The effective boundary of a wall with a ``kernel`` of its own: what its monitor is to the host.
+
+    ``host_uid``, ``namespaces`` and ``seccomp`` are the monitor's (``handle.pid``), ``capabilities`` the
+    workload's in its own kernel.
+
+    Args:
+        monitor: the program's name, for words.
+        boundary: the mechanism, if it is not always the driver's.
+        essential: namespaces without which there is no wall.
+        unprivileged: the monitor has set ``no_new_privs``, or nothing holds.
+        notes: what else is to be said.
+
+    Raises:
+        LinkLost: the wall has ended.
+    """
+    found = credentials(handle.pid)
+    if found is None:
+        raise LinkLost(f"sandbox {handle.id} has ended", id=handle.id)
+    differing = tuple(
+        name
+        for name in NAMESPACES
+        if (inside := _namespace(handle.pid, name)) is not None and inside != _namespace("self", name)
+    )
+    weak = [f"shares the host's {name} namespace" for name in essential if name not in differing]
+    if found.seccomp != "filter":
+        weak.append(f"no system call filter around {monitor}")
+    if unprivileged and not found.no_new_privs:
+        weak.append("can gain privileges (no_new_privs is off)")
+    if found.uid == 0:
+        weak.append("its user is the host's root")
+    if found.effective and "user" not in differing:  # else they are rights in its own namespace only
+        weak.append(f"{monitor} holds capabilities: " + " ".join(capability_names(found.effective)))
+    level, mechanism = driver.level, boundary or driver.boundary
+    if weak:
+        level, mechanism = Level.L1, Boundary.NONE
+        notes = (*notes, "no wall: " + ", ".join(weak))
+    only_loopback = "net" in differing and _interfaces(handle.pid) in (["lo"], [])
+    return EffectiveBoundary(
+        runtime=driver.name,
+        level=level,
+        boundary=mechanism,
+        kernel=kernel,
+        namespaces=differing,
+        user_namespace="user" in differing,
+        host_uid=found.uid,
+        seccomp=found.seccomp,
+        no_new_privs=found.no_new_privs,
+        capabilities=capability_names(int(handle.data.get("capabilities", 0))),
+        landlock="not-applied",
+        lsm=_label(handle.pid),
+        network=str(handle.data.get("network", "none")) if only_loopback else "open",
+        limits={},
+        notes=notes,
+    )

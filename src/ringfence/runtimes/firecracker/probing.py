@@ -6,20 +6,12 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ringfence.model.errors import LinkLost, RingfenceError
-from ringfence.model.levels import Boundary, Level
+from ringfence.model.errors import RingfenceError
 from ringfence.model.sandbox import EffectiveBoundary
 from ringfence.runtimes.contract import Handle, Probe
 from ringfence.runtimes.launching import probing
 from ringfence.runtimes.launching.foreign import version_of
-from ringfence.runtimes.measuring import (
-    NAMESPACES,
-    _interfaces,
-    _label,
-    _namespace,
-    capability_names,
-    credentials,
-)
+from ringfence.runtimes.measuring import measure_monitor
 from ringfence.runtimes.vm import kernel
 from ringfence.runtimes.vulnerabilities import numbers_of, vulnerabilities
 
@@ -75,48 +67,17 @@ async def probe(driver: FirecrackerRuntime) -> Probe:
 def measure(driver: FirecrackerRuntime, handle: Handle) -> EffectiveBoundary:
     """The effective boundary of a living machine: what stands between the monitor and the host.
 
-    ``host_uid``, ``namespaces`` and ``seccomp``: the monitor's; ``capabilities``: the workload's own.
-
     Raises:
         LinkLost: the machine has ended.
     """
-    found = credentials(handle.pid)
-    if found is None:
-        raise LinkLost(f"sandbox {handle.id} has ended", id=handle.id)
-    differing = tuple(
-        name
-        for name in NAMESPACES
-        if (inside := _namespace(handle.pid, name)) is not None and inside != _namespace("self", name)
-    )
-    weak = [f"shares the host's {name} namespace" for name in _WALL if name not in differing]
-    if found.seccomp != "filter":
-        weak.append("no system call filter around Firecracker")
-    if found.uid == 0:
-        weak.append("its user is the host's root")
-    if found.effective:
-        weak.append("Firecracker holds capabilities: " + " ".join(capability_names(found.effective)))
-    notes = ["the workload runs on a kernel of its own; host_uid is of Firecracker's process"]
-    level, boundary = driver.level, driver.boundary
-    if weak:
-        level, boundary = Level.L1, Boundary.NONE
-        notes.append("no wall: " + ", ".join(weak))
-    only_loopback = "net" in differing and _interfaces(handle.pid) in (["lo"], [])
-    return EffectiveBoundary(
-        runtime=driver.name,
-        level=level,
-        boundary=boundary,
-        kernel=str(handle.data.get("kernel", "?")),
-        namespaces=differing,
-        user_namespace="user" in differing,
-        host_uid=found.uid,
-        seccomp=found.seccomp,
-        no_new_privs=found.no_new_privs,
-        capabilities=capability_names(int(handle.data.get("capabilities", 0))),
-        landlock="not-applied",
-        lsm=_label(handle.pid),
-        network=str(handle.data.get("network", "none")) if only_loopback else "open",
-        limits={},
-        notes=tuple(notes),
+    return measure_monitor(
+        driver,
+        handle,
+        "Firecracker",
+        str(handle.data.get("kernel", "?")),
+        essential=_WALL,
+        unprivileged=False,  # the jailer leaves that to Firecracker's own filters, which need it
+        notes=("the workload runs on a kernel of its own; host_uid is of Firecracker's process",),
     )
 
 

@@ -13,21 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringfence import _native
-from ringfence.model.errors import LinkLost, RingfenceError
-from ringfence.model.levels import Boundary, Level
+from ringfence.model.errors import RingfenceError
+from ringfence.model.levels import Boundary
 from ringfence.model.sandbox import EffectiveBoundary
 from ringfence.runtimes.contract import Handle, Health, Probe
 from ringfence.runtimes.launching.foreign import version_of
 from ringfence.runtimes.launching.processes import boot_id
-from ringfence.runtimes.measuring import (
-    ESSENTIAL,
-    NAMESPACES,
-    _interfaces,
-    _label,
-    _namespace,
-    capability_names,
-    credentials,
-)
+from ringfence.runtimes.measuring import measure_monitor
 from ringfence.runtimes.vm import kernel, vmm
 
 _PROVED = "/run/ringfence-machine"  # what booted last, and how fast
@@ -43,50 +35,19 @@ if TYPE_CHECKING:
 def measure(driver: QemuRuntime, handle: Handle) -> EffectiveBoundary:
     """The effective boundary of a living machine: what stands between QEMU and the host.
 
-    ``host_uid``, ``namespaces`` and ``seccomp``: QEMU's; ``capabilities``: the workload's in its own kernel.
-
     Raises:
         LinkLost: the machine has ended.
     """
-    found = credentials(handle.pid)
-    if found is None:
-        raise LinkLost(f"sandbox {handle.id} has ended", id=handle.id)
-    differing = tuple(
-        name
-        for name in NAMESPACES
-        if (inside := _namespace(handle.pid, name)) is not None and inside != _namespace("self", name)
-    )
-    weak = [f"shares the host's {name} namespace" for name in ESSENTIAL if name not in differing]
-    if found.seccomp != "filter":
-        weak.append("no system call filter around QEMU")
-    if not found.no_new_privs:
-        weak.append("can gain privileges (no_new_privs is off)")
-    if found.uid == 0:
-        weak.append("its user is the host's root")
     kvm = bool(handle.data.get("kvm"))
     notes = ["the workload runs on a kernel of its own; host_uid is of QEMU's process"]
     if not kvm:
         notes.append("the processor is emulated: slow, and only as strong as QEMU's emulation")
-    level, boundary = driver.level, Boundary.HARDWARE if kvm else Boundary.EMULATED
-    if weak:
-        level, boundary = Level.L1, Boundary.NONE
-        notes.append("no wall: " + ", ".join(weak))
-    only_loopback = "net" in differing and _interfaces(handle.pid) in (["lo"], [])
-    return EffectiveBoundary(
-        runtime=driver.name,
-        level=level,
-        boundary=boundary,
-        kernel=str(handle.data.get("kernel", "?")),
-        namespaces=differing,
-        user_namespace="user" in differing,
-        host_uid=found.uid,
-        seccomp=found.seccomp,
-        no_new_privs=found.no_new_privs,
-        capabilities=capability_names(int(handle.data.get("capabilities", 0))),
-        landlock="not-applied",
-        lsm=_label(handle.pid),
-        network=str(handle.data.get("network", "none")) if only_loopback else "open",
-        limits={},
+    return measure_monitor(
+        driver,
+        handle,
+        "QEMU",
+        str(handle.data.get("kernel", "?")),
+        boundary=Boundary.HARDWARE if kvm else Boundary.EMULATED,
         notes=tuple(notes),
     )
 
