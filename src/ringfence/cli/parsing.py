@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from ringfence.model.errors import InvalidRequest
@@ -111,3 +111,19 @@ def unknown_command(name: str, names: list[str]) -> InvalidRequest:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The ``--json`` of every command."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_verbs(parser: Parser, command: str, verbs: Mapping[str, tuple[Any, ...]]) -> None:
+    """Give ``ringfence COMMAND`` its verbs: by name (help, what adds the options, what does the work, and
+    lines of examples if there are any). The work is found in the parsed options as ``work``.
+    """
+    parser.usage = f"ringfence {command} VERB [options]"
+    group = parser.add_subparsers(
+        dest="verb", metavar="VERB", required=True, title="verbs", prog=f"ringfence {command}"
+    )
+    for name, (text, options, work, *examples) in verbs.items():
+        verb = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if examples and examples[0]:
+            verb.epilog = "examples:\n" + "\n".join(f"  ringfence {command} {line}" for line in examples[0])
+        options(verb)
+        verb.set_defaults(work=work)

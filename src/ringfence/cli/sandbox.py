@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringfence.cli import listing, stopping
 from ringfence.cli.output import print_json, safe
-from ringfence.cli.parsing import Parser, add_json
+from ringfence.cli.parsing import Parser, add_json, add_verbs
 
 if TYPE_CHECKING:
     from ringfence.node.sandboxes import NodeSandbox
@@ -37,17 +37,8 @@ examples:
 
 def configure(parser: Parser) -> None:
     """Add the verbs."""
-    parser.usage = "ringfence sandbox VERB [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    verbs = parser.add_subparsers(
-        dest="verb", metavar="VERB", required=True, title="verbs", prog="ringfence sandbox"
-    )
-    for name, (text, options, work, examples) in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if examples:
-            verb.epilog = "examples:\n" + "\n".join(f"  ringfence sandbox {line}" for line in examples)
-        options(verb)
-        verb.set_defaults(work=work)
+    add_verbs(parser, "sandbox", VERBS)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringfence.cli.listing import clock
 from ringfence.cli.output import note, print_json, printable, safe, table
-from ringfence.cli.parsing import Parser, add_json
+from ringfence.cli.parsing import Parser, add_json, add_verbs
 
 if TYPE_CHECKING:
     from ringfence.node.service import Node
@@ -30,15 +30,8 @@ examples:
 
 def configure(parser: Parser) -> None:
     """Add the verbs."""
-    parser.usage = "ringfence snapshot VERB [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    verbs = parser.add_subparsers(
-        dest="verb", metavar="VERB", required=True, title="verbs", prog="ringfence snapshot"
-    )
-    for name, (text, options, work) in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        options(verb)
-        verb.set_defaults(work=work)
+    add_verbs(parser, "snapshot", VERBS)
 
 
 def main(options: argparse.Namespace) -> int:

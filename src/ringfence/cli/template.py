@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence.cli import template_build, template_refresh, template_scan
 from ringfence.cli.output import note, print_json, printable, safe, table
-from ringfence.cli.parsing import Parser, add_json
+from ringfence.cli.parsing import Parser, add_json, add_verbs
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.quantities import format_size, parse_size
 
@@ -40,15 +40,8 @@ examples:
 
 def configure(parser: Parser) -> None:
     """Add the verbs."""
-    parser.usage = "ringfence template VERB [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    verbs = parser.add_subparsers(
-        dest="verb", metavar="VERB", required=True, title="verbs", prog="ringfence template"
-    )
-    for name, (text, options, work) in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        options(verb)
-        verb.set_defaults(work=work)
+    add_verbs(parser, "template", VERBS)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence import _native
 from ringfence.model.errors import (
-    GuestError,
     HostLimit,
     LinkLost,
     RingfenceError,
@@ -141,16 +140,9 @@ class QemuRuntime(LaunchedRuntime):
 
     async def stats(self, handle: Handle) -> WallStats:
         """See the contract. Processes are the guest's word: the host sees none of them."""
-        from ringfence.guest.link import GuestLink
-        from ringfence.runtimes import measuring
+        from ringfence.runtimes.vm import probing
 
-        found = measuring.stats(handle.pid)
-        try:
-            async with await GuestLink.open(await self.connect(handle)) as link:
-                inside = (await link.stats()).processes
-        except GuestError:
-            inside = 0
-        return WallStats(found.processes + inside, found.resident_bytes)
+        return await probing.stats(self, handle)
 
     async def measure(self, handle: Handle) -> EffectiveBoundary:
         """See the contract."""

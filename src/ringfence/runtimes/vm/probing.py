@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringfence import _native
-from ringfence.model.errors import RingfenceError
+from ringfence.model.errors import GuestError, RingfenceError
 from ringfence.model.levels import Boundary
 from ringfence.model.sandbox import EffectiveBoundary
-from ringfence.runtimes.contract import Handle, Health, Probe
+from ringfence.runtimes.contract import Handle, Health, Probe, Runtime, WallStats
 from ringfence.runtimes.launching.foreign import version_of
 from ringfence.runtimes.launching.processes import boot_id
 from ringfence.runtimes.measuring import measure_monitor
@@ -50,6 +50,20 @@ def measure(driver: QemuRuntime, handle: Handle) -> EffectiveBoundary:
         boundary=Boundary.HARDWARE if kvm else Boundary.EMULATED,
         notes=tuple(notes),
     )
+
+
+async def stats(driver: Runtime, handle: Handle) -> WallStats:
+    """Memory of the monitor, and its processes with those that the guest counts, if it answers."""
+    from ringfence.guest.link import GuestLink
+    from ringfence.runtimes import measuring
+
+    found = measuring.stats(handle.pid)
+    try:
+        async with await GuestLink.open(await driver.connect(handle)) as link:
+            inside = (await link.stats()).processes
+    except GuestError:
+        inside = 0
+    return WallStats(found.processes + inside, found.resident_bytes)
 
 
 async def probe(driver: QemuRuntime) -> Probe:
