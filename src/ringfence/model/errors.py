@@ -14,6 +14,16 @@
     ├── HostLimit                  the host lacks what is needed (disk full, no cgroup, no user namespaces)
     ├── BuildFailed                a command of a template's definition failed; carries line and instruction
     ├── DeadlineExceeded           an operation of Ringfence itself took too long
+    ├── Conflict                   somebody else changed it meanwhile, or the name is taken
+    │   ├── LeaseLost              another process acts on it now
+    │   └── IdempotencyConflict    the same idempotency key with another request
+    ├── QuotaExceeded              a quota or limit of the project is reached; a 429 says when to try again
+    │   └── RateLimited            too many requests a minute
+    ├── NotAuthenticated           no key, or none that is valid (unknown, expired, revoked)
+    ├── NotAllowed                 the key's scope does not allow this
+    ├── EgressDenied               the network policy does not allow a connection
+    ├── NodeUnavailable            the node that has it does not answer; try again
+    ├── StoreUnavailable           the state store does not answer; try again
     └── GuestError                 the guest agent, or the link to it, failed
         ├── LinkLost               the byte stream ended; the sandbox may live on: dial again
         ├── ProtocolViolation      the peer sent bytes that the link protocol does not allow
@@ -114,6 +124,66 @@ class DeadlineExceeded(RingfenceError):
     """An operation of Ringfence itself (start, stop, probe) took too long."""
 
     code = "deadline_exceeded"
+
+
+class Conflict(RingfenceError):
+    """Somebody else changed it meanwhile, or the name is taken."""
+
+    code = "conflict"
+
+
+class LeaseLost(Conflict):
+    """Another process acts on it now."""
+
+    code = "lease_lost"
+
+
+class IdempotencyConflict(Conflict):
+    """The same idempotency key came with another request before."""
+
+    code = "idempotency_conflict"
+
+
+class QuotaExceeded(RingfenceError):
+    """A quota is reached; ``details``: ``counter``, ``most`` and, where known, ``retry_after`` (s)."""
+
+    code = "quota_exceeded"
+
+
+class RateLimited(QuotaExceeded):
+    """Too many requests; ``details['retry_after']`` says for how many seconds."""
+
+    code = "rate_limited"
+
+
+class NotAuthenticated(RingfenceError):
+    """No key, or none that is valid: unknown, expired or revoked."""
+
+    code = "not_authenticated"
+
+
+class NotAllowed(RingfenceError):
+    """The key's scope does not allow this."""
+
+    code = "not_allowed"
+
+
+class EgressDenied(RingfenceError):
+    """The network policy does not allow a connection; ``details['rule']`` names what decided."""
+
+    code = "egress_denied"
+
+
+class NodeUnavailable(RingfenceError):
+    """The node that has the sandbox does not answer; nothing is known about what it did."""
+
+    code = "node_unavailable"
+
+
+class StoreUnavailable(RingfenceError):
+    """The state store does not answer."""
+
+    code = "store_unavailable"
 
 
 class GuestError(RingfenceError):
