@@ -340,7 +340,7 @@ def _add_merged(plan: Plan, lowers: tuple[str, ...]) -> None:
         plan.add("BIND", os.path.realpath(lower), f"{_STAGE}/l{index}", BIND_READONLY)
     plan.add("MKDIR", _MERGED, 0o711, NOBODY, NOBODY)
     layers = ":".join(f"{_STAGE}/l{index}" for index in range(len(lowers)))
-    plan.add("MOUNT", "root", _MERGED, "overlay", quiet | MS_RDONLY, f"lowerdir={layers}")
+    plan.add("MOUNT", "root", _MERGED, "overlay", quiet | MS_RDONLY, f"lowerdir={layers},metacopy=off")
 
 
 def _judged(spec: StartSpec) -> dict[str, int]:

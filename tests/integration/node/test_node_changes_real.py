@@ -144,3 +144,16 @@ async def test_where_the_hosts_own_files_are_seen_they_are_left_out(one: Make) -
     assert kinds(found) == {"/workspace/x": "added file"}
     assert any("/tmp is the host's own" in cut for cut in found.cut)
     await sandbox.destroy()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel shows the option only where it could be otherwise")
+@pytest.mark.parametrize("runtime", ["jail", "nsjail", "runc"])
+async def test_the_upper_layer_is_complete_in_itself(one: Make, runtime: str) -> None:
+    """A renamed folder of the template is copied, whatever the host's kernel would do by default."""
+    sandbox = await one(runtime=runtime)
+    _, mounts = await run(sandbox, "cat", "/proc/self/mounts")
+    options = [
+        line.split()[3].split(",") for line in mounts.splitlines() if line.startswith("root / overlay ")
+    ]
+    assert options
+    assert all("redirect_dir=nofollow" in words for words in options)

@@ -136,7 +136,10 @@ def add_overlay(plan: Plan, files: RootFs, identity: Identity, disk: str, at: st
         plan.add("BIND", os.path.realpath(lower), f"{disk}/l{index}", flags)
         lowers.append(f"{disk}/l{index}")
     options = f"lowerdir={':'.join(lowers)},upperdir={disk}/upper,workdir={disk}/work"
-    plan.add("MOUNT", "root", at, "overlay", MS_NOSUID | MS_NODEV, options + ("" if root else ",userxattr"))
+    # Whatever the host's kernel has as its defaults: the upper layer is complete in itself, as those who read
+    # and save it expect, and no layer's attribute points elsewhere. (`userxattr` implies both.)
+    options += ",redirect_dir=nofollow,metacopy=off" if root else ",userxattr"
+    plan.add("MOUNT", "root", at, "overlay", MS_NOSUID | MS_NODEV, options)
 
 
 def escaped(path: str) -> str:
