@@ -1,4 +1,5 @@
 #include "janitor.h"
+#include "network.h"
 #include "steps.h"
 #include "sys.h"
 
@@ -561,6 +562,9 @@ static int do_step(struct run *run, const struct step *step)
     case OP_ARG: run->argv[run->argc++] = (char *)(uintptr_t)t[0]; return 0;
     case OP_ENV: run->envp[run->envc++] = (char *)(uintptr_t)t[0]; return 0;
     case OP_EXEC: case OP_EXEC_FD: return do_exec(run, step);
+    case OP_NETNS: return network_join(run->descriptors[n[0]]);
+    case OP_GUARD: return network_guard_step(n[0], n[1], step->bytes, step->length);
+    case OP_DONE: run->slot->ready = 1; _exit(0);
     }
     return ENOSYS;
 }

@@ -59,6 +59,9 @@ OPS: dict[str, tuple[int, str]] = {
     "EXEC": (45, "s"),
     "EXEC_FD": (46, "f"),
     "DETACH_BEGIN": (47, ""),
+    "NETNS": (50, "f"),
+    "GUARD": (51, "uub"),
+    "DONE": (52, ""),
 }
 
 MAX_BYTES = 65536
