@@ -1,0 +1,58 @@
+"""Every statement that the SQLite store sends, by name."""
+
+# ruff: noqa: S608 - the only thing put together here is our own list of columns
+
+COLUMNS = "kind, id, project, state, key, due, created, revision, labels, document"
+
+GET = f"SELECT {COLUMNS} FROM rows WHERE kind = ? AND id = ?"
+INSERT = (
+    f"INSERT INTO rows ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, 1, ?, ?) ON CONFLICT (kind, id) DO NOTHING"
+)
+UPDATE = (
+    "UPDATE rows SET project = ?, state = ?, key = ?, due = ?, created = ?, revision = revision + 1,"
+    " labels = ?, document = ? WHERE kind = ? AND id = ? AND revision = ?"
+)
+# Another row of this name. `indexed by`: a project may have thousands of rows, a name has few.
+NAMESAKE = (
+    "SELECT id FROM rows INDEXED BY rows_by_key"
+    " WHERE kind = ? AND key = ? AND project = ? AND id != ? LIMIT 1"
+)
+DELETE = "DELETE FROM rows WHERE kind = ? AND id = ?"
+DELETE_REVISION = "DELETE FROM rows WHERE kind = ? AND id = ? AND revision = ?"
+REVISION = "SELECT revision FROM rows WHERE kind = ? AND id = ?"
+
+LABEL = "INSERT INTO labels (kind, id, name, value) VALUES (?, ?, ?, ?)"
+UNLABEL = "DELETE FROM labels WHERE kind = ? AND id = ?"
+
+OLDEST = (
+    f"SELECT {COLUMNS} FROM rows INDEXED BY rows_by_key WHERE kind = ? AND key = ? AND state = ?"
+    " ORDER BY created, id LIMIT 1"
+)
+TAKE = (
+    "UPDATE rows SET state = ?, project = ?, due = ?, revision = revision + 1, document = ?"
+    " WHERE kind = ? AND id = ? AND revision = ?"
+)
+
+EVENT = "INSERT INTO events (kind, subject, project, name, at, data) VALUES (?, ?, ?, ?, ?, ?)"
+EVENTS = "SELECT kind, subject, project, name, at, data, number FROM events WHERE number > ?"
+
+ADD = (
+    "INSERT INTO counters (name, value) VALUES (?1, max(0, ?2))"
+    " ON CONFLICT (name) DO UPDATE SET value = max(0, value + ?2) RETURNING value"
+)
+COUNTER = "SELECT value FROM counters WHERE name = ?"
+
+# A lease is had by whoever had it, or by anybody once its time is up or its boot is over.
+LEASE = (
+    "INSERT INTO leases (name, owner, boot, until) VALUES (?1, ?2, ?3, ?4 + ?5)"
+    " ON CONFLICT (name) DO UPDATE SET owner = ?2, boot = ?3, until = ?4 + ?5"
+    " WHERE owner = ?2 OR boot != ?3 OR until <= ?4"
+)
+HELD = "SELECT 1 FROM leases WHERE name = ? AND owner = ? AND boot = ? AND until > ?"
+RELEASE = "DELETE FROM leases WHERE name = ? AND owner = ?"
+
+CHANGED = "INSERT INTO changes (origin, kind, id) VALUES (?, ?, ?)"
+CHANGES = "SELECT number, kind, id, origin FROM changes WHERE number > ? ORDER BY number"
+NEWEST_CHANGE = "SELECT seq FROM sqlite_sequence WHERE name = 'changes'"
+OLDEST_CHANGE = "SELECT min(number) FROM changes"
+FORGET_CHANGES = "DELETE FROM changes WHERE number <= ?"
