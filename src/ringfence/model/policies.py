@@ -24,7 +24,6 @@ from ringfence.model.policy import (
     Isolation,
     Limits,
     Network,
-    NetworkRule,
     Policy,
     Resources,
     Wall,
@@ -33,8 +32,9 @@ from ringfence.model.policy_checks import BASELINE, problems, secrets, warnings
 from ringfence.model.yaml_marks import error, meant, parse, read_text, show, wrap
 
 __all__ = [
-    "API_VERSION", "BASELINE", "PRESETS", "check", "check_mounts", "find", "from_dict", "load", "parse_mount",
-    "preset", "resize", "secrets", "to_dict", "warnings",
+    "API_VERSION", "BASELINE", "PRESETS", "check", "check_mounts", "find", "from_dict", "load",
+    "network_from_dict", "network_to_dict", "parse_mount", "preset", "resize", "secrets", "to_dict",
+    "warnings",
 ]  # fmt: skip
 
 API_VERSION = "ringfence/v1"
@@ -197,22 +197,25 @@ def to_dict(policy: Policy) -> dict[str, Any]:
         "output": limits.output,
         "maxTemplateAge": limits.max_template_age,
     }
-    result["network"] = {
-        "mode": door.network.mode,
-        "allow": [_rule(rule) for rule in door.network.allow],
-        "record": door.network.record,
-    }
+    result["network"] = network_to_dict(door.network)
     result["audit"] = {"files": door.audit.files, "network": door.audit.network}
     for section in ("isolation", "process", "resources", "limits"):
         result[section] = {key: value for key, value in result[section].items() if value is not None}
     return result
 
 
-def _rule(rule: NetworkRule) -> dict[str, Any]:
-    result: dict[str, Any] = {"host": rule.host, "ports": list(rule.ports)}
-    for key, words in (("methods", rule.methods), ("paths", rule.paths)):
-        if words:
-            result[key] = list(words)
-    if rule.inject is not None:
-        result["inject"] = dict(rule.inject)
-    return result
+def network_to_dict(network: Network) -> dict[str, Any]:
+    """The ``network`` part of :func:`to_dict`: mode, allow and record, and whatever else is set."""
+    from ringfence.model.policy_network import to_dict as write
+
+    return write(network)
+
+
+def network_from_dict(values: dict[str, Any]) -> Network:
+    """The ``network`` part of a policy file, checked by itself.
+
+    Raises:
+        PolicyError: as :func:`load`, without a line.
+    """
+    whole = {"apiVersion": API_VERSION, "kind": "Policy", "network": values}
+    return from_dict(whole).door.network

@@ -108,23 +108,86 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """What may be used up before the answer is 429. Every part that is ``None`` is without limit.
+
+    ``rate``: requests a second (a fraction is fine); ``max_bytes`` counts both ways; ``max_spend`` is in the
+    unit of the prices: ``price`` for each request, ``token_price`` for each token that an answer reports.
+    ``pause``: the sandbox is to be paused when it is over.
+    """
+
+    rate: float | None = None
+    max_requests: int | None = None
+    max_bytes: int | None = None
+    max_spend: float | None = None
+    price: float = 0.0
+    token_price: float = 0.0
+    pause: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class NetworkRule:
-    """One allowed destination. Enforced by the egress proxy; see DESIGN of egress."""
+    """One allowed destination. Enforced by the egress proxy; see docs/egress.md.
+
+    ``host``: a name, ``*.name``, an address, or a range of addresses (CIDR). ``protocol``: ``None`` for HTTP
+    and TLS, ``http``, ``tls``, or ``tcp`` for bytes that nobody looks at. ``tls``: ``pass``, ``inspect``, or
+    ``None`` for what the rule and the trust class need. ``addresses``: the name has to resolve into these
+    ranges; only so can it lie in a private one.
+    """
 
     host: str
     ports: tuple[int, ...] = (443,)
     methods: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     inject: dict[str, str] | None = None
+    protocol: Literal["http", "tls", "tcp"] | None = None
+    tls: Literal["pass", "inspect"] | None = None
+    addresses: tuple[str, ...] = ()
+    budget: Budget | None = None
+    record: Literal["none", "metadata", "headers", "bodies"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """The named upstream ``http://inference``: requests to a model API, routed and masked by the host.
+
+    ``upstream``: the URL in whose place it stands; ``inject`` as in a rule; ``models``: names that may be
+    asked for (none: all); ``mask``: personal data taken out of requests (``email``, ``phone``, ``card``,
+    ``iban``, ``ip``, ``ssn``, or a regular expression); ``budget`` as in a rule.
+    """
+
+    upstream: str
+    inject: dict[str, str] | None = None
+    models: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    mask: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """``none``: loopback only. ``egress``: the proxy's rules. ``open``: for trusted code only."""
+    """``none``: loopback only. ``egress``: the proxy's rules. ``open``: for trusted code only.
+
+    ``on_unknown``: what no rule allows is denied, or held up to ``ask_timeout`` seconds for an answer.
+    ``learn``: what no rule allows passes, is written down, and becomes a proposal (trusted code only).
+    ``redact``: regular expressions whose matches never get into a record. ``connections``: at once. Timeouts
+    in seconds: to connect, without a byte (``idle``), for one request (``None``: as long as it takes).
+    """
 
     mode: Literal["none", "egress", "open"] = "none"
     allow: tuple[NetworkRule, ...] = ()
     record: Literal["none", "metadata", "headers", "bodies"] = "metadata"
+    on_unknown: Literal["deny", "ask"] = "deny"
+    ask_timeout: float = 60.0
+    learn: bool = False
+    redact: tuple[str, ...] = ()
+    budget: Budget | None = None
+    inference: Inference | None = None
+    connections: int = 256
+    connect_timeout: float = 10.0
+    idle_timeout: float = 300.0
+    total_timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +209,43 @@ def _canonical(value: Any) -> Any:
     return value
 
 
+# Fields that a policy had from the first day are in its digest whatever they say; later ones only when they
+# are set, so that a policy which says nothing new keeps its digest.
+_FIRST_OF_NETWORK = {"mode", "allow", "record"}
+_FIRST_OF_RULE = {"host", "ports", "methods", "paths", "inject"}
+
+
+def _drop_unset(values: dict[str, Any], unset: Network | NetworkRule, first: set[str]) -> None:
+    for name in set(values) - first:
+        if values[name] == getattr(unset, name):
+            del values[name]
+
+
+def network_of(values: dict[str, Any]) -> Network:
+    """A network part from what ``dataclasses.asdict`` made of it, by this version or an older one."""
+
+    def budget(part: dict[str, Any]) -> dict[str, Any]:
+        lists = {key: tuple(value) for key, value in part.items() if isinstance(value, list | tuple)}
+        spent = part.get("budget")
+        return part | lists | {"budget": None if spent is None else Budget(**spent)}
+
+    known = budget(values) | {"allow": tuple(NetworkRule(**budget(rule)) for rule in values["allow"])}
+    if values.get("inference") is not None:
+        known["inference"] = Inference(**budget(values["inference"]))
+    return Network(**known)
+
+
 def _digest(value: Wall | Policy) -> str:
     # Here and not above: hashlib loads OpenSSL, and not every command needs a digest.
     import hashlib
     import json
 
-    text = json.dumps(_canonical(asdict(value)), sort_keys=True, separators=(",", ":"))
+    values = asdict(value)
+    if isinstance(value, Policy):
+        _drop_unset(values["door"]["network"], Network(), _FIRST_OF_NETWORK)
+        for rule in values["door"]["network"]["allow"]:
+            _drop_unset(rule, NetworkRule(""), _FIRST_OF_RULE)
+    text = json.dumps(_canonical(values), sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

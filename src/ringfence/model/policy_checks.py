@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ringfence.model.mounts import below, path_problem, target_problem
 from ringfence.model.policy import (
@@ -18,12 +17,17 @@ from ringfence.model.policy import (
     MOST_GPUS,
     Filesystem,
     Limits,
-    Network,
-    NetworkRule,
     Policy,
     Wall,
 )
-from ringfence.model.quantities import format_duration, format_size
+from ringfence.model.policy_network_checks import (
+    SECRET,
+    Problem,
+    between,
+    duration_text,
+    network_problems,
+    size_text,
+)
 
 TIB = 1024 * GIB
 DAY = 86400.0
@@ -42,24 +46,8 @@ BASELINE = (
 # Patterns are compiled where they are first used: most runs read no policy file.
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _RUNTIME = r"[a-z][a-z0-9-]{0,31}"
-_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY")
 _HOST_FUNCTION = r"[A-Za-z0-9_$:/-]+\.[A-Za-z0-9_$:/.-]+"
-_URL_PATH = r"/[A-Za-z0-9\-._~!$&'()+,;=:@%/]*\*?"
-_HEADER = r"[A-Za-z0-9-]{1,64}"
-# Headers that say where a request goes or where it ends: with them a rule could reach past its own host.
-_FRAMING = ("host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect",
-            "proxy-authorization", "proxy-connection")  # fmt: skip
-_SECRET = r"\{\{secret:([A-Za-z0-9][A-Za-z0-9._-]{0,63})\}\}"  # noqa: S105 (a pattern)
 _MINIMUM = {"untrusted": 3, "controlled": 2, "trusted": 2}
-
-
-class Problem(NamedTuple):
-    """Why a policy can't be: the field as the file names it, what is wrong, and the remedy."""
-
-    field: str
-    what: str
-    hint: str
 
 
 def problems(policy: Policy) -> Iterator[Problem]:
@@ -72,26 +60,18 @@ def problems(policy: Policy) -> Iterator[Problem]:
         )
     yield from _wall(policy.wall)
     yield from _limits(policy.door.limits)
-    yield from _network(policy.door.network)
+    yield from network_problems(policy.door.network)
     yield from _trust(policy)
 
 
 def secrets(policy: Policy) -> tuple[str, ...]:
     """Names of the secrets that the policy's rules inject, each once, in order."""
-    found = [
-        name
-        for rule in policy.door.network.allow
-        if rule.inject
-        for name in re.findall(_SECRET, rule.inject.get("value", ""))
-    ]
+    network = policy.door.network
+    injected = [rule.inject for rule in network.allow if rule.inject]
+    if network.inference is not None and network.inference.inject:
+        injected.append(network.inference.inject)
+    found = [name for inject in injected for value in inject.values() for name in re.findall(SECRET, value)]
     return tuple(dict.fromkeys(found))
-
-
-def _between(field: str, value: float, low: float, high: float, show: object = str) -> Iterator[Problem]:
-    # Written so that NaN, which compares false with everything, is refused.
-    if isinstance(value, bool) or not low <= value <= high:
-        text = show if callable(show) else str
-        yield Problem(field, f"{text(value)} is out of range", f"choose from {text(low)} to {text(high)}")
 
 
 def _wall(wall: Wall) -> Iterator[Problem]:
@@ -110,36 +90,28 @@ def _wall(wall: Wall) -> Iterator[Problem]:
         )
     yield from _filesystem(wall.filesystem)
     process = wall.process
-    yield from _between("process.user", process.user, 0, 60000)
+    yield from between("process.user", process.user, 0, 60000)
     if process.seccomp != "default":
         yield Problem(
             "process.seccomp",
             f"{process.seccomp!r} is not a system call filter",
             "the filter can't be switched off; write default or leave it out",
         )
-    yield from _between("process.maxProcesses", process.max_processes, 1, 1_000_000)
-    yield from _between("process.maxOpenFiles", process.max_open_files, 16, 1_048_576)
+    yield from between("process.maxProcesses", process.max_processes, 1, 1_000_000)
+    yield from between("process.maxOpenFiles", process.max_open_files, 16, 1_048_576)
     if process.cpu_time is not None:
-        yield from _between("process.cpuTime", process.cpu_time, 0.1, 365 * DAY, _duration)
+        yield from between("process.cpuTime", process.cpu_time, 0.1, 365 * DAY, duration_text)
     for name in process.host_functions:
         if not re.fullmatch(_HOST_FUNCTION, name):
             text = f"{name!r} names no function"
             yield Problem("process.hostFunctions", text, "write module.name, as env.log")
     resources = wall.resources
-    yield from _between("resources.cpus", resources.cpus, 0.01, 1024)
-    yield from _between("resources.memory", resources.memory, LEAST_MEMORY, 64 * TIB, _size)
-    yield from _between("resources.disk", resources.disk, 1 * MIB, 64 * TIB, _size)
+    yield from between("resources.cpus", resources.cpus, 0.01, 1024)
+    yield from between("resources.memory", resources.memory, LEAST_MEMORY, 64 * TIB, size_text)
+    yield from between("resources.disk", resources.disk, 1 * MIB, 64 * TIB, size_text)
     if resources.bandwidth is not None:
-        yield from _between("resources.bandwidth", resources.bandwidth, 8_000, 10**12, lambda v: f"{v}bit")
-    yield from _between("resources.gpus", resources.gpus, 0, MOST_GPUS)
-
-
-def _size(value: float) -> str:
-    return format_size(int(value)) if value == value and abs(value) < 1e30 else str(value)
-
-
-def _duration(value: float) -> str:
-    return format_duration(value) if 0 <= value < 1e12 else str(value)
+        yield from between("resources.bandwidth", resources.bandwidth, 8_000, 10**12, lambda v: f"{v}bit")
+    yield from between("resources.gpus", resources.gpus, 0, MOST_GPUS)
 
 
 def _filesystem(filesystem: Filesystem) -> Iterator[Problem]:
@@ -186,139 +158,12 @@ def _filesystem(filesystem: Filesystem) -> Iterator[Problem]:
 
 
 def _limits(limits: Limits) -> Iterator[Problem]:
-    yield from _between("limits.timeout", limits.timeout, 0.1, 365 * DAY, _duration)
+    yield from between("limits.timeout", limits.timeout, 0.1, 365 * DAY, duration_text)
     if limits.idle is not None:
-        yield from _between("limits.idle", limits.idle, 1, 365 * DAY, _duration)
-    yield from _between("limits.output", limits.output, 1, TIB, _size)
+        yield from between("limits.idle", limits.idle, 1, 365 * DAY, duration_text)
+    yield from between("limits.output", limits.output, 1, TIB, size_text)
     if limits.max_template_age is not None:
-        yield from _between("limits.maxTemplateAge", limits.max_template_age, 1, 3650 * DAY, _duration)
-
-
-def _network(network: Network) -> Iterator[Problem]:
-    if network.allow and network.mode == "none":
-        yield Problem(
-            "network.mode",
-            "is none, so the rules in allow would never be used",
-            "write mode: egress, or remove allow",
-        )
-    if network.allow and network.mode == "open":
-        yield Problem(
-            "network.mode",
-            "is open, so the rules in allow would not hold",
-            "write mode: egress, or remove allow",
-        )
-    for index, rule in enumerate(network.allow):
-        yield from _rule(rule, f"network.allow[{index}]")
-
-
-def _rule(rule: NetworkRule, field: str) -> Iterator[Problem]:
-    what, hint = _host_problem(rule.host)
-    if what:
-        yield Problem(f"{field}.host", f"{rule.host[:80]!r} {what}", hint)
-    if not rule.ports:
-        yield Problem(f"{field}.ports", "is empty, so the rule allows nothing", "name ports, as in [443]")
-    for number, port in enumerate(rule.ports):
-        yield from _between(f"{field}.ports[{number}]", port, 1, 65535)
-    for number, method in enumerate(rule.methods):
-        if method not in _METHODS:
-            yield Problem(
-                f"{field}.methods[{number}]",
-                f"{method[:30]!r} is not an HTTP method",
-                f"use {', '.join(_METHODS)}; leave methods out to allow all",
-            )
-    for number, path in enumerate(rule.paths):
-        if (
-            not re.fullmatch(_URL_PATH, path)
-            or ".." in path.split("/")
-            or re.search(r"%(?![0-9A-Fa-f]{2})", path)
-        ):
-            yield Problem(
-                f"{field}.paths[{number}]",
-                f"{path[:80]!r} is not a URL path",
-                "start with /, leave out query and fragment; * may stand at the end only, as in /v1/*",
-            )
-    if rule.inject is not None:
-        yield from _inject(rule, f"{field}.inject")
-
-
-def _inject(rule: NetworkRule, field: str) -> Iterator[Problem]:
-    inject = rule.inject or {}
-    for key in ("header", "value"):
-        if not isinstance(inject.get(key), str):
-            yield Problem(
-                f"{field}.{key}", "is missing", 'write {header: NAME, value: "Bearer {{secret:NAME}}"}'
-            )
-            return
-    for key in sorted(set(inject) - {"header", "value"}):
-        yield Problem(f"{field}.{key[:40]}", "is not known", "inject has header and value only")
-    header, value = inject["header"], inject["value"]
-    if not re.fullmatch(_HEADER, header):
-        yield Problem(f"{field}.header", f"{header[:70]!r} is not the name of a header", "e.g. Authorization")
-    elif header.lower() in _FRAMING:
-        yield Problem(
-            f"{field}.header",
-            f"{header} can't be injected: it says where a request goes or ends",
-            "inject credentials only, e.g. Authorization",
-        )
-    rest = re.sub(_SECRET, "", value)
-    if not re.search(_SECRET, value):
-        # The value isn't shown: it may be the secret itself.
-        yield Problem(
-            f"{field}.value",
-            "names no secret",
-            "write {{secret:NAME}} where the secret belongs; it never stands in a policy itself",
-        )
-    elif "{{" in rest or "}}" in rest:
-        yield Problem(
-            f"{field}.value",
-            "has braces that are no {{secret:NAME}}",
-            "a secret's name has letters, digits, '.', '_' and '-', no spaces",
-        )
-    if not all(32 <= ord(letter) < 127 for letter in value):
-        yield Problem(f"{field}.value", "has characters that a header can't carry", "use printable ASCII")
-    if rule.host.startswith("*."):
-        yield Problem(
-            f"{field}",
-            "would send the secret to any host under a wildcard",
-            f"name the host that may have it, e.g. api{rule.host[1:]}",
-        )
-
-
-def _host_problem(host: str) -> tuple[str, str]:
-    """What is wrong with a rule's host, and the remedy; two empty strings if nothing is."""
-    if host == "*":
-        return "allows every host", "name hosts, or, for trusted code only, write mode: open without allow"
-    if "://" in host:
-        return "is a URL", "write the host name only; ports and paths have fields of their own"
-    if "/" in host:
-        return "has a path", "write the host name only and the path in paths"
-    if _is_address(host):
-        return "", ""
-    if ":" in host:
-        return "has a port", "write the host name only and the port in ports"
-    if not host.isascii():
-        return "is not ASCII", "write the xn-- form of the name"
-    if host != host.lower():
-        return "has capital letters", f"write {host.lower()}"
-    name = host[2:] if host.startswith("*.") else host
-    if "*" in name:
-        return "has a wildcard that is not the left-most label", "write *.example.com"
-    labels = name.split(".")
-    if len(name) > 253 or not all(re.fullmatch(_LABEL, label) for label in labels) or labels[-1].isdigit():
-        return "is not a host name", "write a name such as api.example.com, or an address"
-    return "", ""
-
-
-def _is_address(host: str) -> bool:
-    if not (host[:1].isdigit() or ":" in host):
-        return False
-    import ipaddress
-
-    try:
-        # Only the shortest form: "010.0.0.1" and "::ffff:0:1" have meanings that readers disagree on.
-        return str(ipaddress.ip_address(host)) == host and "%" not in host
-    except ValueError:
-        return False
+        yield from between("limits.maxTemplateAge", limits.max_template_age, 1, 3650 * DAY, duration_text)
 
 
 def _trust(policy: Policy) -> Iterator[Problem]:
@@ -360,10 +205,16 @@ def _trust(policy: Policy) -> Iterator[Problem]:
                 "preset controlled has read-only mounts only",
                 "write readOnly: true and take results out through the API, or start from preset trusted",
             )
-    if trust == "untrusted" and network.mode != "none" and secrets(policy):
-        index = next(number for number, rule in enumerate(network.allow) if rule.inject)
+    if network.learn:
         yield Problem(
-            f"network.allow[{index}].inject",
+            "network.learn",
+            f"is not for preset {trust}: while it learns, everything passes",
+            "learn with preset trusted, then use the proposal",
+        )
+    if trust == "untrusted" and network.mode != "none" and secrets(policy):
+        index = next((number for number, rule in enumerate(network.allow) if rule.inject), None)
+        yield Problem(
+            "network.inference.inject" if index is None else f"network.allow[{index}].inject",
             "untrusted code would act with a secret of yours: private "
             "data, untrusted input and outbound access meet",
             "remove inject, or start from controlled",

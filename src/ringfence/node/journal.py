@@ -27,12 +27,11 @@ from ringfence.model.policy import (
     Isolation,
     Limits,
     Mount,
-    Network,
-    NetworkRule,
     Policy,
     Process,
     Resources,
     Wall,
+    network_of,
 )
 from ringfence.model.sandbox import Owner, SandboxRequest
 from ringfence.node.state import JOURNAL
@@ -206,20 +205,7 @@ def request_from_json(value: dict[str, Any]) -> SandboxRequest:
             ),
             door=Door(
                 limits=Limits(**door["limits"]),
-                network=Network(
-                    mode=network["mode"],
-                    allow=tuple(
-                        NetworkRule(
-                            host=rule["host"],
-                            ports=tuple(rule["ports"]),
-                            methods=tuple(rule["methods"]),
-                            paths=tuple(rule["paths"]),
-                            inject=rule["inject"],
-                        )
-                        for rule in network["allow"]
-                    ),
-                    record=network["record"],
-                ),
+                network=network_of(network),
                 audit=Audit(**door["audit"]),
             ),
             trust=policy["trust"],
