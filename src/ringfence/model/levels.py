@@ -43,3 +43,4 @@ class Cause(str, Enum):
     IDLE = "idle"
     NODE_LOST = "node_lost"  # the node service died, and an ephemeral sandbox with it
     RUNTIME_CRASH = "runtime_crash"  # the wall's first process ended without being asked to
+    START_FAILED = "start_failed"  # it never ran: the error says why

@@ -17,6 +17,9 @@ class State(str, Enum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
+    # Members of a pool, started ahead; nobody's yet. A claim takes one from WARM to STARTING: the door.
+    WARMING = "warming"
+    WARM = "warm"
 
 
 FINAL = frozenset({State.STOPPED, State.FAILED})
@@ -34,6 +37,8 @@ NEXT: dict[State, frozenset[State]] = {
     State.STOPPING: frozenset({State.STOPPED, State.FAILED}),
     State.STOPPED: frozenset(),
     State.FAILED: frozenset(),
+    State.WARMING: frozenset({State.WARM, State.STOPPING}),
+    State.WARM: frozenset({State.STARTING, State.STOPPING}),
 }
 
 
