@@ -150,7 +150,6 @@ class Opening(Generic[_Made]):
 async def items(
     service: AsyncService | None,
     path: str,
-    name: str,
     make: Callable[[Any], _Made],
     params: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[_Made]:
@@ -158,7 +157,7 @@ async def items(
     held = of(service)
     try:
         transport = await held.transport()
-        async for value in transport.pages(path, name, params):
+        async for value in transport.pages(path, params):
             yield make(value)
     finally:
         await held.release()

@@ -203,16 +203,14 @@ class Transport:
         finally:
             await response.aclose()
 
-    async def pages(
-        self, path: str, name: str, params: Mapping[str, Any] | None = None
-    ) -> AsyncIterator[Any]:
-        """Every item of a list, page by page: ``{name: [...], "next": cursor or null}``."""
+    async def pages(self, path: str, params: Mapping[str, Any] | None = None) -> AsyncIterator[Any]:
+        """Every item of a list, page by page: ``{"items": [...], "next_cursor": text or null}``."""
         asked = dict(params or {})
         while True:
             page = await self.call("GET", path, params=asked)
-            for item in page.get(name, ()):
+            for item in page.get("items", ()):
                 yield item
-            following = page.get("next")
+            following = page.get("next_cursor")
             if not following:
                 return
             asked["cursor"] = following
