@@ -230,6 +230,19 @@ _Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, siz
 void net_dial(struct channel *channel, const uint8_t *fields, size_t size);
 void net_listen(struct channel *channel, const uint8_t *fields, size_t size);
 
+/* --- datagram.c --- */
+#define DATAGRAM_MAX 4096u
+#define RECORD_HEADER 8u /* u32 size, u32 number */
+struct records { /* cut out of a stream */
+    uint8_t buffer[RECORD_HEADER + DATAGRAM_MAX];
+    size_t have;
+    const uint8_t *left;
+    size_t size;
+};
+void records_feed(struct records *records, const uint8_t *data, size_t size);
+int records_next(struct records *records, uint32_t *number, const uint8_t **body, size_t *size);
+void net_datagrams(struct channel *channel, const uint8_t *fields, size_t size);
+
 /* --- control.c --- */
 extern uint64_t epoch, agent_started;
 extern uint8_t instance[16];

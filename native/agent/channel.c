@@ -16,7 +16,7 @@ static const struct operation operations[] = {
     {16, worker_operation}, {17, worker_operation}, {18, worker_operation}, {19, worker_operation},
     {20, worker_operation}, {21, worker_operation}, {22, worker_operation}, {23, worker_operation},
     {24, worker_operation}, {25, worker_operation},
-    {32, net_dial}, {33, net_listen},
+    {32, net_dial}, {33, net_listen}, {35, net_datagrams},
     {48, control_bind}, {49, worker_operation}, {50, control_quiesce}, {51, control_shutdown},
 };
 

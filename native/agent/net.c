@@ -294,16 +294,35 @@ static bool peer_uid(uint16_t peer, uint16_t own, uint64_t *uid)
     return found;
 }
 
+/* Where the connection was for, before a rule of this namespace sent it here; nothing if it was for here. Returns the
+ * port that whoever connected named. */
+static uint16_t write_original(struct writer *out, int fd, uint16_t port)
+{
+    enum { ORIGINAL_DESTINATION = 80 };
+    struct sockaddr_in address = {0};
+    socklen_t size = sizeof address;
+    char text[INET_ADDRSTRLEN];
+    if (getsockopt(fd, IPPROTO_IP, ORIGINAL_DESTINATION, &address, &size) < 0 || size != sizeof address ||
+        address.sin_family != AF_INET || inet_ntop(AF_INET, &address.sin_addr, text, sizeof text) == NULL)
+        return port;
+    if (address.sin_addr.s_addr == htonl(INADDR_LOOPBACK) && ntohs(address.sin_port) == port)
+        return port;
+    write_bytes(out, 4, text, strlen(text));
+    write_number(out, 5, ntohs(address.sin_port));
+    return ntohs(address.sin_port);
+}
+
 static void hand_over(struct listener *listener, int fd, uint16_t peer)
 {
     static const struct linger now = {.l_onoff = 1};
-    uint8_t bytes[64];
+    uint8_t bytes[128];
     uint64_t uid;
     int on = 1;
     struct writer out = writer_of(bytes, sizeof bytes);
     write_number(&out, 1, listener->channel->id);
     write_number(&out, 2, peer);
-    if (peer_uid(peer, listener->port, &uid))
+    uint16_t named = write_original(&out, fd, listener->port);
+    if (peer_uid(peer, named, &uid))
         write_number(&out, 3, uid);
     struct stream *stream = stream_new(fd);
     struct channel *channel = stream == NULL ? NULL

@@ -72,6 +72,7 @@ void root_mount(void)
     if (sock < 0 || ioctl(sock, SIOCSIFFLAGS, &request) < 0)
         die("loopback", "up");
     close(sock);
+    write_file("/proc/sys/net/ipv4/ip_unprivileged_port_start", "53"); /* the agent answers for names there */
     write_file("/proc/sys/kernel/dmesg_restrict", "1");
     write_file("/proc/sys/kernel/kptr_restrict", "2");
     write_file("/proc/sys/kernel/unprivileged_bpf_disabled", "1");

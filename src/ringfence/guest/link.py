@@ -19,11 +19,11 @@ from ringfence.model.ids import new_id
 
 if TYPE_CHECKING:
     from ringfence.guest.files import GuestFiles
-    from ringfence.guest.ports import GuestListener, GuestStream
+    from ringfence.guest.ports import GuestDatagrams, GuestListener, GuestStream
     from ringfence.guest.reports import GuestStats, ProcessList
 
 _START, _ATTACH, _SIGNAL, _LIST, _REMOVE = 1, 2, 3, 4, 6
-_DIAL, _LISTEN, _BIND, _STATS, _QUIESCE, _SHUTDOWN = 32, 33, 48, 49, 50, 51
+_DIAL, _LISTEN, _DATAGRAMS, _BIND, _STATS, _QUIESCE, _SHUTDOWN = 32, 33, 35, 48, 49, 50, 51
 _NO_OUTPUT = 1  # flag of process.attach
 
 
@@ -296,6 +296,20 @@ class GuestLink:
         )
         await channel.answer()
         return listener
+
+    async def datagrams(self, port: int = 0) -> GuestDatagrams:
+        """Take what is sent to a UDP port of loopback inside (0: any), and answer it.
+
+        Raises:
+            GuestRefused: EADDRINUSE, EACCES; ENOSYS, an agent that is older than this.
+        """
+        from ringfence.guest.ports import GuestDatagrams
+
+        channel = await self._wire.open(
+            _DATAGRAMS, [(1, _port(port))], f"datagrams on port {port}", receives=(0,), sends=True
+        )
+        reply = await channel.answer()
+        return GuestDatagrams(channel, reply.number(1, most=65535))
 
     # -- the sandbox as a whole
 

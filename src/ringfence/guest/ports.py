@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import struct
 from collections import deque
 from typing import NamedTuple
 
@@ -12,10 +14,79 @@ from ringfence.model.errors import GuestRefused, ProtocolViolation, WrongState
 
 
 class Peer(NamedTuple):
-    """Who connected inside, as the guest reports it. ``uid`` is ``None`` when it does not know."""
+    """Who connected inside, as the guest reports it. ``uid`` is ``None`` when it does not know.
+
+    ``destination``: the IPv4 address and port that the connection was meant for, where a rule of the
+    sandbox's network namespace caught it on the way; ``None`` where it was meant for the listener itself.
+    """
 
     port: int
     uid: int | None
+    destination: tuple[str, int] | None = None
+
+
+MOST_DATAGRAM = 4096  # bytes
+_RECORD = struct.Struct("<II")  # size, number
+
+
+class Datagram(NamedTuple):
+    """What somebody inside sent to a UDP port. ``number`` names who asked, for the answer."""
+
+    number: int
+    data: bytes
+
+
+class GuestDatagrams:
+    """A UDP port of loopback inside. Datagrams may be lost on both ways, as UDP has it."""
+
+    def __init__(self, channel: Channel, port: int) -> None:
+        self.port = port
+        self._channel = channel
+        self._held = bytearray()
+
+    async def receive(self) -> Datagram:
+        """The next one.
+
+        Raises:
+            GuestRefused: the guest gave the port up.
+            ProtocolViolation: it sent what is no datagram; or the link ended by one.
+            LinkLost: the link ended.
+        """
+        while True:
+            if len(self._held) >= _RECORD.size:
+                size, number = _RECORD.unpack_from(self._held)
+                if size > MOST_DATAGRAM:
+                    await self.close()
+                    raise ProtocolViolation(f"a datagram of {size} bytes")
+                if len(self._held) >= _RECORD.size + size:
+                    data = bytes(self._held[_RECORD.size : _RECORD.size + size])
+                    del self._held[: _RECORD.size + size]
+                    return Datagram(number, data)
+            piece = await self._channel.read(0)
+            if not piece:
+                raise GuestRefused(errno.ECONNRESET, self._channel.what)
+            self._held += piece
+
+    async def answer(self, number: int, data: bytes) -> None:
+        """Send an answer to whoever sent datagram ``number``; one who asked long ago may be forgotten.
+
+        Raises:
+            ValueError: longer than ``MOST_DATAGRAM``.
+            GuestRefused, LinkLost, ProtocolViolation: the port or the link has ended.
+        """
+        if len(data) > MOST_DATAGRAM:
+            raise ValueError(f"a datagram of {len(data)} bytes")
+        await self._channel.send(_RECORD.pack(len(data), number) + data)
+
+    async def close(self) -> None:
+        """Give the port up. Idempotent."""
+        self._channel.close()
+
+    async def __aenter__(self) -> GuestDatagrams:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 class GuestStream:
@@ -64,6 +135,16 @@ class GuestStream:
         await self.close()
 
 
+def _destination(fields: Fields) -> tuple[str, int] | None:
+    if 4 not in fields:
+        return None
+    try:
+        address = ipaddress.IPv4Address(fields.text(4))
+    except ValueError:
+        raise ProtocolViolation("an address that is none") from None
+    return str(address), fields.number(5, most=65535)
+
+
 class GuestListener:
     """A port that the guest listens on; iterate or :meth:`accept` for its connections."""
 
@@ -83,9 +164,9 @@ class GuestListener:
         if self._channel is None or self._channel.sent_close or len(self._waiting) >= self._backlog:
             channel.refuse(errno.ECONNREFUSED, "nobody accepts")
             return
-        uid = fields.number(3, most=2**32 - 1) if 3 in fields else None
         try:
-            peer = Peer(fields.number(2, 0, most=65535), uid)
+            uid = fields.number(3, most=2**32 - 1) if 3 in fields else None
+            peer = Peer(fields.number(2, 0, most=65535), uid, _destination(fields))
         except ProtocolViolation:
             channel.refuse(errno.EINVAL, "peer")
             return

@@ -7,7 +7,7 @@ import math
 import os
 import re
 
-from ringfence.model.errors import InvalidRequest, Unsupported
+from ringfence.model.errors import InvalidRequest
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.model.policy import LEAST_MEMORY
 from ringfence.model.quantities import format_size
@@ -24,7 +24,6 @@ def check(request: SandboxRequest) -> None:
 
     Raises:
         InvalidRequest: a value is impossible; the message names it, the hint what would do.
-        Unsupported: Ringfence can't do it yet.
     """
     policy = request.policy
     if request.template != "host":
@@ -32,12 +31,6 @@ def check(request: SandboxRequest) -> None:
     if request.id is not None and not SANDBOX_ID.fullmatch(request.id):
         raise InvalidRequest(
             f"sandbox id {request.id!r} is not sb- and 20 base-32 digits", hint="leave it out: one is made"
-        )
-    if policy.door.network.mode != "none":
-        raise Unsupported(
-            f"network mode {policy.door.network.mode!r} needs the egress door, which is not built yet",
-            hint="use network mode none: files come in with --file or a mount, and go out with --out",
-            capability="network",
         )
     _check_size(request)
     process = policy.wall.process

@@ -57,7 +57,7 @@ def start_spec(
         cgroup=group.place(),
         max_processes=process.max_processes,
         max_open_files=process.max_open_files,
-        env=dict(root.env) | request.env,
+        env=_environment(request.policy.door.network.mode) | dict(root.env) | request.env,
         network=request.policy.door.network.mode,
         seccomp=process.seccomp,
         ephemeral=not request.keep,
@@ -67,6 +67,15 @@ def start_spec(
         workdir=root.workdir or WORKSPACE,
         gpus=size.gpus,
     )
+
+
+def _environment(network: str) -> dict[str, str]:
+    """What programs have to know of the network; what a template or a caller says goes before it."""
+    if network != "egress":
+        return {}
+    from ringfence.guest import doors
+
+    return doors.environment()
 
 
 def limits_of(node: Node, request: SandboxRequest, disk: Disk, has: Capabilities) -> dict[str, str]:

@@ -73,6 +73,8 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
             recover=True,
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
+            network=("none", "egress"),
+            transparent=True,
         )
 
     async def probe(self) -> Probe:

@@ -76,6 +76,7 @@ class Capabilities:
         True  # takes the ``host`` template; else only one with a disk or an image of its own
     )
     network: tuple[str, ...] = ("none",)
+    transparent: bool = False  # network mode egress: connections that ignore proxies reach the door too
 
 
 @dataclass(frozen=True, slots=True)

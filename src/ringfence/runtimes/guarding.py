@@ -14,7 +14,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from ringfence.model.errors import (
     DeadlineExceeded,
@@ -125,7 +125,11 @@ class Guarded:
         seconds = float(getattr(self.driver, "start_deadline", START_DEADLINE))
         try:
             async with asyncio.timeout(seconds):
-                handle = await start(spec)
+                partial = handle = await start(spec)
+                if spec.network == "egress" and self.driver.capabilities().transparent:
+                    from ringfence.runtimes import networking
+
+                    handle = await networking.catch(cast(Any, self.driver), handle)
         except BaseException as error:
             left = await _to_the_end(self._undo(partial))
             self._walls.pop(spec.id, None)

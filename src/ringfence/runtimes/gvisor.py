@@ -65,6 +65,7 @@ class GvisorRuntime(ForeignRuntime):
             disk_snapshot=True,
             memory_snapshot=True,
             gpu=True,  # NVIDIA's, by nvproxy
+            network=("none", "egress"),
         )
 
     async def probe(self) -> Probe:

@@ -88,6 +88,8 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
             disk_snapshot=True,
+            network=("none", "egress"),
+            transparent=True,
         )
 
     async def probe(self) -> Probe:

@@ -64,6 +64,8 @@ class NsjailRuntime(ForeignRuntime):
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
             disk_snapshot=True,
+            network=("none", "egress"),
+            transparent=True,
         )
 
     def find(self) -> str | None:

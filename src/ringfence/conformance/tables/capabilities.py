@@ -22,12 +22,19 @@ _JAIL = Capabilities(
     disk_limit=True,
     pause=True,
     disk_snapshot=True,
-    network=("none",),
+    network=("none", "egress"),
+    transparent=True,
 )
 _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, disk_snapshot=False)
 # runsc makes its own user namespaces only where more than one id can be mapped: left to root.
-_GVISOR = replace(_JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True, gpu=True)
-_WASM = replace(_JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False)
+# Its network is its own kernel's: what ignores proxies can't be caught there, and reaches nothing.
+_GVISOR = replace(
+    _JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True, gpu=True, transparent=False
+)
+_WASM = replace(
+    _JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False, network=("none",),
+    transparent=False,
+)  # fmt: skip
 # A disk and a kernel of its own: no file of the host inside, and none of its own seen from the host.
 _MACHINE = Capabilities(
     user_zero=True,
@@ -37,6 +44,7 @@ _MACHINE = Capabilities(
     disk_snapshot=True,
     memory_snapshot=True,
     host_template=False,
+    network=("none", "egress"),
 )
 _ENGINE = replace(_BUBBLEWRAP, user_zero=True)
 _FAKE = Capabilities(rootless=True, recover=True)
@@ -49,6 +57,7 @@ _FIRECRACKER = Capabilities(
     disk_snapshot=True,
     memory_snapshot=True,
     host_template=False,
+    network=("none", "egress"),
 )
 
 # Built against their published interfaces and not run by this project: what they claim. The suites run on

@@ -162,6 +162,8 @@ class EngineRuntime(LaunchedRuntime):
             disk_limit=True,
             pause=True,
             gpu=self.context.root,
+            network=("none", "egress"),
+            transparent=True,
         )
 
     async def probe(self) -> Probe:

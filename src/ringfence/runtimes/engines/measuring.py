@@ -74,7 +74,7 @@ def from_engine(
         capabilities=workload,
         landlock="not-applied",
         lsm=str(container.get("AppArmorProfile") or "absent"),
-        network=network,
+        network=str(handle.data.get("network", "none")) if network == "none" else network,
         limits={},
         notes=tuple(notes),
     )

@@ -104,6 +104,7 @@ class FirecrackerRuntime(LaunchedRuntime):
             disk_snapshot=True,
             memory_snapshot=True,
             host_template=False,
+            network=("none", "egress"),
         )
 
     async def probe(self) -> Probe:

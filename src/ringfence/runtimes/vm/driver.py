@@ -91,6 +91,7 @@ class QemuRuntime(LaunchedRuntime):
             gpu=self.kind == "q35",  # by VFIO; the microvm machine has no PCI
             disk_snapshot=True,
             memory_snapshot=True,
+            network=("none", "egress"),
         )
 
     async def probe(self) -> Probe:
