@@ -42,7 +42,6 @@ CASES = {
     "no policy": (["--policy", "/nosuch.yaml"], ["/nosuch.yaml"]),
     "no preset": (["--preset", "trustd"], ["trustd", "trusted"]),
     "no wall so strong": (["--isolation", "L4"], ["L4", "ringfence doctor"]),
-    "no network yet": (["--net", "egress"], ["egress", "--file", "--out"]),
     "no such workdir": (["--workdir", "/nosuch"], ["--workdir /nosuch"]),
     "unknown option": (["--memry", "64M"], ["--memry", "--memory"]),
     "bad variable": (["--env", "=x"], ["--env"]),

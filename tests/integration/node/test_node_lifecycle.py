@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ringfence.conformance.harness import alive, eventually
+from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import (
     HostLimit,
     InvalidRequest,
@@ -20,7 +21,6 @@ from ringfence.model.errors import (
     RingfenceError,
     RuntimeUnavailable,
     StartFailed,
-    Unsupported,
 )
 from ringfence.model.levels import Cause, Level
 from ringfence.model.policy import Filesystem, Isolation, Mount, Network, Policy, Resources
@@ -222,10 +222,17 @@ async def test_bad_requests(
     assert empty(node) == []
 
 
-async def test_the_door_is_not_built_yet(node: Node) -> None:
-    for mode in ("egress", "open"):
-        with pytest.raises(Unsupported, match="not built yet"):
-            await node.create(SandboxRequest(policy=Policy().with_door(network=Network(mode))))  # type: ignore[arg-type]
+async def test_egress_without_a_door_reaches_nothing(node: Node) -> None:
+    sandbox = await node.create(SandboxRequest(policy=Policy().with_door(network=Network("egress"))))
+    try:
+        assert (await sandbox.boundary()).network == "egress"
+        seen = bytearray()
+        script = 'echo "$https_proxy"; for port in 61128 61080 61443; do (: < /dev/tcp/127.0.0.1/$port) 2>&1; done'
+        await sandbox.run(ProcessSpec(("/bin/bash", "-c", script)), lambda output: seen.extend(output.data))
+        assert seen.startswith(b"http://127.0.0.1:61128\n")
+        assert seen.count(b"Connection refused") == 3, seen
+    finally:
+        await sandbox.destroy()
 
 
 async def test_an_unknown_runtime_lists_the_known(node: Node) -> None:

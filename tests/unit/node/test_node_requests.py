@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ringfence.model.errors import InvalidRequest, RingfenceError, Unsupported
-from ringfence.model.policy import GIB, Limits, Network, Policy, Process, Resources
+from ringfence.model.errors import InvalidRequest, RingfenceError
+from ringfence.model.policy import GIB, Limits, Policy, Process, Resources
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import requests
 
@@ -34,8 +34,6 @@ def test_the_default_is_right() -> None:
         (asking(template="docker:"), InvalidRequest, "names no image"),
         (asking(id="sb-../../etc"), InvalidRequest, "sandbox id"),
         (asking(id="sb-" + "0" * 19), InvalidRequest, "sandbox id"),
-        (asking(door={"network": Network("egress")}), Unsupported, "egress"),
-        (asking(door={"network": Network("open")}), Unsupported, "open"),
         (asking({"resources": Resources(cpus=0)}), InvalidRequest, "0 CPUs"),
         (asking({"resources": Resources(cpus=-1)}), InvalidRequest, "CPUs"),
         (asking({"resources": Resources(cpus=math.nan)}), InvalidRequest, "CPUs"),
