@@ -71,7 +71,8 @@ def look(node: Node, name: str) -> dict[str, Any] | None:
         "snapshot": record.get("snapshot"),
         "policy_digest": request.policy.wall.digest(),
         "started_at": record["started"],
-        "deadline": record["started"] + request.policy.door.limits.timeout,
+        "deadline": record.get("deadline_at") or record["started"] + request.policy.door.limits.timeout,
+        "service": record.get("service", ""),
         "holder": holder(node, record),
         "usage": {
             "cpu_seconds": group.cpu_seconds(),
@@ -101,6 +102,13 @@ async def take(node: Node, name: str) -> NodeSandbox:
         WrongState: another process holds it.
     """
     journal = _journal(node, name)
+    service = str(journal.record.get("service", ""))
+    if service not in ("", node.service):
+        raise WrongState(
+            f"sandbox {name} belongs to the service {service!r}",
+            hint="end it there: `ringfence sandbox kill`, or DELETE /v1/sandboxes/ID",
+            id=name,
+        )
     owner = str(journal.record.get("owner", ""))
     with node.state.burying(owner) as dead:
         journal = _journal(node, name)

@@ -27,7 +27,7 @@ from ringfence.model.sandbox import EffectiveBoundary, End, SandboxRequest, Usag
 from ringfence.node import supervising
 from ringfence.node.cgroups import Group
 from ringfence.node.commands import NodeProcess as NodeProcess
-from ringfence.node.journal import ENDING, Journal
+from ringfence.node.journal import ENDING, Journal, request_as_json
 from ringfence.node.supervising import Supervisor
 from ringfence.runtimes.contract import Exit, Handle, Layered, RootFs, Runtime
 from ringfence.runtimes.launching.processes import ProcessRef
@@ -83,9 +83,11 @@ class NodeSandbox:
         self.journal = journal
         self.notes = notes
         self.started_at = started_at
-        self.deadline = started_at + request.policy.door.limits.timeout
+        given = journal.record.get("deadline_at")  # another one than the policy's
+        self.deadline = float(given or started_at + request.policy.door.limits.timeout)
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.supervisor = Supervisor(handle, group, supervisor_watched, before_kill=self._keep_upper)
+        self.supervisor.output = int(journal.record.get("output", 0))  # counted by the node before
         self._limits = limits
         self._release = release
         self._started = supervising.now() - max(0.0, time.time() - started_at)
@@ -209,6 +211,19 @@ class NodeSandbox:
         """
         self.mark("secrets", True)  # before it has them
         await (await self.link()).bind(secrets=secrets)
+
+    def rebind(self, request: SandboxRequest) -> None:
+        """Another door, owner, labels, environment from now on; the wall is the same."""
+        self.journal.append({"request": request_as_json(request)})
+        self.request = request
+        self.supervisor.change(output=request.policy.door.limits.output)
+
+    def set_deadline(self, at: float) -> None:
+        """Let it end at that time, in seconds since the epoch. Whoever sets the clock later moves nothing."""
+        until = supervising.now() + at - time.time()
+        self.journal.append({"deadline": until, "deadline_at": at})
+        self.deadline = at
+        self.supervisor.change(deadline=until, timeout=max(0.0, at - self.started_at))
 
     async def leave_wall(self) -> None:
         """Let go of its wall, which another one will follow. What it took counts on."""
@@ -404,14 +419,14 @@ class NodeSandbox:
                 process.guest = await link.attach(process.id, *process.offsets)
         if self.supervisor.cause is not None:
             return await self._verdict()
-        said = await self._guest_kills(exited)
+        said = await self.guest_kills(exited.status)
         return self._end_of(exited, process, kills, said)
 
-    async def _guest_kills(self, exited: ProcessExit) -> int:
+    async def guest_kills(self, status: int) -> int:
         """Processes that the sandbox's own kernel says to have killed for memory since it was asked last."""
         driver = getattr(self.runtime, "driver", self.runtime)
         call = getattr(driver, "memory_kills", None)
-        if call is None or exited.status != 128 + signal.SIGKILL:
+        if call is None or status != 128 + signal.SIGKILL:
             return 0
         try:
             known, self._kills_known = self._kills_known, int(await call(self.handle))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -71,8 +71,10 @@ class Node:
     Several nodes, in this process or others, may have the same state root open.
     """
 
-    def __init__(self, state: StateRoot) -> None:
+    def __init__(self, state: StateRoot, service: str = "") -> None:
         self.state = state
+        self.service = service  # whose kept sandboxes it makes and adopts; "": of `ringfence run --keep`
+        self.lost: Callable[[Mapping[str, Any]], None] | None = None  # hears of those that died unattended
         self.root = privileged()
         self.cgroups = cgroups.detect()
         self.groups = GroupPool(self.cgroups, state.owner)
@@ -95,15 +97,16 @@ class Node:
         self.leftovers = ""  # what of a dead node could not be removed at the opening
 
     @classmethod
-    async def open(cls, state: Path | str | None = None, *, adopt: bool = True) -> Self:
+    async def open(cls, state: Path | str | None = None, *, adopt: bool = True, service: str = "") -> Self:
         """Open the state root (default: see ``state.default_root``) and clean up after dead nodes.
 
-        ``adopt``: take over kept sandboxes whose node is gone (a service does; a single ``run`` needn't).
+        ``adopt``: take over kept sandboxes whose node is gone (a service does; a single ``run`` needn't), of
+        that ``service`` only.
 
         Raises:
             HostLimit: the state root can't be used; the message says why and what to do.
         """
-        node = cls(StateRoot.open(state))
+        node = cls(StateRoot.open(state), service)
         try:
             await node.recover(adopt=adopt)
         except RingfenceError as error:
@@ -377,7 +380,7 @@ class Node:
             "template": template.digest,  # from now on it is in use
         }
         if request.keep:
-            record["request"] = request_as_json(request)
+            record |= {"request": request_as_json(request), "service": self.service}
         if saved is None:
             made.journal = Journal.begin(folder, record)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -84,6 +85,14 @@ class Supervisor:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+
+    def change(self, **parts: float) -> None:
+        """Other limits from now on: ``deadline``, ``timeout``, ``output`` of :class:`Watched`."""
+        self.watched = dataclasses.replace(self.watched, **parts)  # type: ignore[arg-type]
+        timer = self._timers.pop("deadline", None)
+        if timer is not None:  # else it isn't watched, or not any more
+            timer.cancel()
+            self._check_deadline()
 
     def count_output(self, size: int) -> int:
         """Account for bytes of output; how many of them are still within the limit.

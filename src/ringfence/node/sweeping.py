@@ -59,8 +59,11 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
             left.update(dead)  # perhaps somebody is just about to write its intent: look again next time
             continue
         try:
+            if journal is not None and _is_anothers(node, journal.record):
+                left.add(owner)  # that service wants to adopt it, or to know how it ended
+                continue
             if journal is not None and _is_kept(node, journal):
-                if adopt:
+                if adopt and str(journal.record.get("service", "")) == node.service:
                     found = await _adopt(node, journal)
                     if found is not None:
                         adopted.append(found)
@@ -68,6 +71,8 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
                 elif _lives_on(node, journal):
                     left.add(owner)
                     continue
+            if journal is not None and adopt and node.lost is not None and journal.record.get("keep"):
+                node.lost(journal.record)
             await _remove(node, name, folder, journal.record if journal else {})
         except RingfenceError as error:
             failures.append(error)
@@ -90,6 +95,12 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
     if failures:
         raise failures[0]
     return adopted
+
+
+def _is_anothers(node: Node, record: dict[str, Any]) -> bool:
+    """A sandbox of another service, that was started and that nobody wanted to end."""
+    others = str(record.get("service", "")) not in ("", node.service)
+    return others and bool(record.get("keep")) and record.get("state") == HANDLE
 
 
 def _is_kept(node: Node, journal: Journal) -> bool:

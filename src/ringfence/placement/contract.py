@@ -77,7 +77,9 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """Something that the placement saw by itself. ``name``: ended, paused, resumed, lost (a node), back."""
+    """Something that the placement saw by itself. ``name``: ended (``data["end"]``), paused, resumed; of a
+    node, with an empty ``id``: lost, back (first when listening begins: look at everything from then on).
+    """
 
     name: str
     id: str
@@ -99,7 +101,7 @@ class Placement(Protocol):
         """Every runtime: name, level, boundary, health, version, reason, remedy, capabilities."""
 
     async def start(self, spec: PlacedSpec) -> Placed:
-        """Start a sandbox and return when it runs; the same id again returns what runs.
+        """Start a sandbox and return when it runs; the same id again returns what runs, or how it ended.
 
         Raises:
             What ``Node.create`` raises, with the same codes. Nothing is left behind then.
@@ -127,9 +129,9 @@ class Placement(Protocol):
     async def spent(self, id: str, output: int) -> int:
         """Tell that this many bytes of output went out; returns how many may follow before the end."""
 
-    async def judge(self, id: str, exit_code: int) -> Mapping[str, Any]:
-        """Why a command that the guest says ended with this code did: ``End`` as a mapping, measured by the
-        host.
+    async def judge(self, id: str, exit_code: int, *, sent: bool = False) -> Mapping[str, Any]:
+        """Why a command that the guest says ended with this code (128 + signal, as a shell shows it) did:
+        ``End`` as a mapping, measured by the host. ``sent``: the caller has sent it that signal.
         """
 
     async def bind(
