@@ -48,6 +48,7 @@ wanted() {
 	dockerd=docker.io
 	podman=podman
 	htpasswd=apache2-utils
+	pg_ctlcluster=postgresql
 	LIST
     [ "$MODE" != fuzz ] || echo clang=clang
 }
@@ -100,6 +101,12 @@ apt_install() {
     return $status
 }
 
+# The tests start a database server of their own; Debian need not make and start one.
+no_cluster() {
+    local folder=/etc/postgresql-common/createcluster.d
+    mkdir -p "$folder" && echo "create_main_cluster = false" > "$folder/ringfence.conf"
+}
+
 packages() {
     local missing
     mapfile -t missing < <(missing_packages | tr ' ' '\n')
@@ -113,6 +120,7 @@ packages() {
         changed=1
         say "installing Debian packages: ${missing[*]}"
         apt-get update -q > /dev/null 2>&1 || say "apt-get update failed; trying with the lists that are here"
+        [[ " ${missing[*]} " != *" postgresql "* ]] || no_cluster
         apt_install "${missing[@]}" || {
             # One name that this release does not know must not keep the others away.
             local package

@@ -1,4 +1,4 @@
-"""Every statement that the PostgreSQL store sends, by name, and changes as the database functions take them."""
+"""Every statement that the PostgreSQL store sends, by name, and changes as the database functions want them."""
 
 # ruff: noqa: S608 - the only thing put together here is our own list of columns
 

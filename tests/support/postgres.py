@@ -1,0 +1,149 @@
+"""A real PostgreSQL server of the tests' own: another user, a temporary folder, a unix socket, no port.
+
+Nothing of it is left when the test process ends, however it ends: the server dies with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import psycopg
+import pytest
+
+_SETTINGS = {
+    "listen_addresses": "",
+    "fsync": "off",  # what a crash of the machine would cost is not what is tested
+    "shared_buffers": "32MB",
+    "max_connections": "200",
+    "max_wal_size": "256MB",
+    "autovacuum_naptime": "10s",
+    "log_min_messages": "fatal",
+}
+_numbers = count(1)
+
+
+def programs() -> Path | None:
+    """The folder of the newest server on this machine."""
+    found = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/postgres")]
+    found.sort(key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else 0)
+    if found:
+        return found[-1]
+    there = shutil.which("postgres")
+    return Path(there).resolve().parent if there else None
+
+
+class PostgresServer:
+    """One server. ``url`` leads to it as its administrator."""
+
+    def __init__(self, **settings: str) -> None:
+        found = programs()
+        if found is None:
+            pytest.skip("no PostgreSQL server here (Debian: postgresql)")
+        self.programs = found
+        self.settings = {**_SETTINGS, **settings}
+        self.folder = Path(tempfile.mkdtemp(prefix="rf-pg-", dir="/tmp"))
+        self.user = _user()
+        if self.user is not None:
+            os.chown(self.folder, self.user.pw_uid, self.user.pw_gid)
+        self.folder.chmod(0o755)  # other users of the tests may connect
+        self.server: subprocess.Popen[bytes] | None = None
+        try:
+            command = [self.programs / "initdb", "-D", self.folder / "data", "-U", "postgres", "-A", "trust"]
+            done = subprocess.run(
+                [*self._prefix(), *command, "-N", "-E", "UTF8", "--locale=C.UTF-8"],
+                capture_output=True, cwd="/", check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr.decode()
+            self.start()
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"postgresql://postgres@/postgres?host={self.folder}"
+
+    def fresh(self) -> str:
+        """The address of an empty schema: a store of the caller's own."""
+        name = f"test_{os.getpid()}_{next(_numbers)}"
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute(f"CREATE SCHEMA {name}")
+        return f"{self.url}&options=-csearch_path%3D{name}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        assert self.server is None
+        options = [part for name, value in self.settings.items() for part in ("-c", f"{name}={value}")]
+        data = self.folder / "data"
+        with (self.folder / "log").open("ab") as log:
+            self.server = subprocess.Popen(
+                [*self._prefix(), self.programs / "postgres", "-D", data, "-k", self.folder, *options],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                psycopg.connect(self.url, connect_timeout=10).close()
+                return
+            except psycopg.OperationalError:
+                running = self.server.poll() is None and time.monotonic() < deadline
+                assert running, (self.folder / "log").read_text(errors="replace")[-4000:]
+                time.sleep(0.05)
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """End it: SIGINT cuts every connection, SIGQUIT and SIGKILL are a crash."""
+        if self.server is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(self.server.pid, number)
+            else:
+                self.server.send_signal(number)
+        try:
+            self.server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.server.pid, signal.SIGKILL)
+            self.server.wait()
+        self.server = None
+
+    def remove(self) -> None:
+        """End it for good."""
+        self.stop(signal.SIGQUIT)  # nothing of it is wanted any more
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _prefix(self) -> list[str]:
+        # It must not run as root, and dies with the thread that started it.
+        prefix = ["setpriv", "--pdeathsig", "QUIT"]
+        if self.user is not None:
+            prefix += [f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}", "--clear-groups"]
+        return prefix
+
+
+def _user() -> pwd.struct_passwd | None:
+    if os.geteuid() != 0:
+        return None
+    for name in ("postgres", "nobody"):
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(name)
+    pytest.skip("PostgreSQL needs a user that is not root, and neither postgres nor nobody exists")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One server for the whole session; ``postgres.fresh()`` is the address of a store of a test's own."""
+    server = PostgresServer()
+    try:
+        yield server
+    finally:
+        server.remove()
