@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from ringfence.conformance.harness import alive, eventually
-from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import (
     HostLimit,
     InvalidRequest,
@@ -226,11 +225,10 @@ async def test_egress_without_a_door_reaches_nothing(node: Node) -> None:
     sandbox = await node.create(SandboxRequest(policy=Policy().with_door(network=Network("egress"))))
     try:
         assert (await sandbox.boundary()).network == "egress"
-        seen = bytearray()
-        script = 'echo "$https_proxy"; for port in 61128 61080 61443; do (: < /dev/tcp/127.0.0.1/$port) 2>&1; done'
-        await sandbox.run(ProcessSpec(("/bin/bash", "-c", script)), lambda output: seen.extend(output.data))
-        assert seen.startswith(b"http://127.0.0.1:61128\n")
-        assert seen.count(b"Connection refused") == 3, seen
+        script = 'echo $https_proxy; for port in 61128 61080 61443; do : < /dev/tcp/127.0.0.1/$port; done'
+        _, text = await run(sandbox, "/bin/bash", "-c", script)
+        assert text.startswith("http://127.0.0.1:61128\n")
+        assert text.count("connect: Connection refused") == 3, text
     finally:
         await sandbox.destroy()
 
