@@ -10,7 +10,7 @@ from typing import Any
 from ringfence.model.errors import InvalidRequest
 from ringfence.store.contract import Add, Change, Event, Held, Put, Remove, Row
 
-_BIGGEST = 2**63 - 1  # of a counter or revision, in either database
+_BIGGEST = 2**53  # of an amount or revision: sums of them stay far below the databases' 2**63
 
 _encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 
@@ -78,6 +78,8 @@ def check(changes: Sequence[Change]) -> None:
             _texts(change.counter)
             if abs(change.amount) > _BIGGEST or (change.most is not None and abs(change.most) > _BIGGEST):
                 raise InvalidRequest(f"{change.counter}: {change.amount} is no amount")
+            if change.every is not None and not 0 < change.every < _BIGGEST:
+                raise InvalidRequest(f"{change.counter}: {change.every} s is no period")
         elif isinstance(change, Held):
             _texts(change.lease, change.owner)
         else:

@@ -76,16 +76,22 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Change a counter; ``most``: QuotaExceeded rather than go above. Counters never go below 0."""
+    """Change a counter; ``most``: QuotaExceeded rather than grow above. Counters never go below 0, and what
+    makes one smaller is never refused.
+
+    ``every``: it begins at 0 again in each period of so many seconds on the store's clock (creates a
+    minute); the error then has ``details['retry_after']``.
+    """
 
     counter: str
     amount: int
     most: int | None = None
+    every: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Only while this owner holds that lease (fencing): else LeaseLost."""
+    """Only while this owner holds that lease (fencing): else LeaseLost. One whose time is up is not held."""
 
     lease: str
     owner: str
@@ -96,7 +102,11 @@ Change = Put | Remove | Add | Held | Event
 
 class Store(Protocol):
     """Any number of processes may have one store open. Every call may raise StoreUnavailable: try again
-    later.
+    later (of a change that was under way nobody knows whether it happened: read it again), and those that
+    write InvalidRequest: a text with NUL or half a surrogate pair, a document that is not JSON. Reading by
+    such a text finds nothing.
+
+    A call whose task is cancelled has happened wholly or not at all.
     """
 
     async def close(self) -> None:
@@ -158,8 +168,9 @@ class Store(Protocol):
 
         ``document`` is merged into the row's own at the top level; ``project`` and ``due`` replace the row's
         if given; ``changes`` (counters, puts of other rows, events whose ``subject`` is ``""`` meaning this
-        row) happen in the same transaction. No two callers, in any process, get the same row. ``None``:
-        there is none, and nothing happened.
+        row) happen in the same transaction, and may fail it as in :meth:`commit`. No two callers, in any
+        process, get the same row; one that somebody else is taking may be passed over. ``None``: there is
+        none, and nothing happened.
         """
 
     async def events(
@@ -168,7 +179,7 @@ class Store(Protocol):
         """Events beyond a number, oldest first."""
 
     async def counter(self, name: str) -> int:
-        """A counter's value; 0 if it was never changed."""
+        """A counter's value; 0 if it was never changed, or its period is over."""
 
     async def lease(self, name: str, owner: str, seconds: float) -> bool:
         """Get or renew the right to act on something; False while another owner has it."""

@@ -1,4 +1,4 @@
-"""Every statement that the PostgreSQL store sends, by name, and changes as the database functions want them."""
+"""Every statement that the PostgreSQL store sends, by name, and changes as its functions want them."""
 
 # ruff: noqa: S608 - the only thing put together here is our own list of columns
 
@@ -17,7 +17,10 @@ GET = f"SELECT {COLUMNS} FROM rf_rows WHERE kind = %s AND id = %s"
 COMMIT = "SELECT rf_commit(%s, %s)"
 TAKE = f"SELECT {COLUMNS} FROM rf_take(%s, %s, %s, %s, %s, %s, %s, %s, %s)"
 EVENTS = "SELECT kind, subject, project, name, at, data, number FROM rf_events WHERE number > %s"
-COUNTER = "SELECT value FROM rf_counters WHERE name = %s"
+COUNTER = (
+    "SELECT value FROM rf_counters"
+    " WHERE name = %s AND (until = 0 OR until > extract(epoch FROM clock_timestamp()))"
+)
 
 # A lease is had by whoever had it, or by anybody once its time is up.
 LEASE = (
@@ -74,7 +77,13 @@ def _as_object(change: Change) -> dict[str, Any]:
             "data": encode(change.data),
         }
     if isinstance(change, Add):
-        return {"t": "add", "counter": change.counter, "amount": change.amount, "most": change.most}
+        return {
+            "t": "add",
+            "counter": change.counter,
+            "amount": change.amount,
+            "most": change.most,
+            "every": change.every,
+        }
     if isinstance(change, Held):
         return {"t": "held", "lease": change.lease, "owner": change.owner}
     assert isinstance(change, Remove)

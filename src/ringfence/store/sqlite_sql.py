@@ -37,10 +37,10 @@ EVENT = "INSERT INTO events (kind, subject, project, name, at, data) VALUES (?, 
 EVENTS = "SELECT kind, subject, project, name, at, data, number FROM events WHERE number > ?"
 
 ADD = (
-    "INSERT INTO counters (name, value) VALUES (?1, max(0, ?2))"
-    " ON CONFLICT (name) DO UPDATE SET value = max(0, value + ?2) RETURNING value"
+    "INSERT INTO counters (name, value, until) VALUES (?1, max(0, ?2), ?3) ON CONFLICT (name) DO UPDATE"
+    " SET value = max(0, iif(until = ?3, value, 0) + ?2), until = ?3 RETURNING value"
 )
-COUNTER = "SELECT value FROM counters WHERE name = ?"
+COUNTER = "SELECT value FROM counters WHERE name = ? AND (until = 0 OR until > ?)"
 
 # A lease is had by whoever had it, or by anybody once its time is up or its boot is over.
 LEASE = (

@@ -146,7 +146,7 @@ class Work:
 
     def counter(self, name: str) -> int:
         """A counter's value."""
-        found = self.db.execute(sql.COUNTER, (name,)).fetchone()
+        found = self.db.execute(sql.COUNTER, (name, time.time())).fetchone()
         return int(found[0]) if found else 0
 
     # --- writes ---------------------------------------------------------------------------------------------
@@ -278,16 +278,19 @@ class Work:
         return gone
 
     def _add(self, change: Add) -> None:
-        try:
-            (value,) = self.db.execute(sql.ADD, (change.counter, change.amount)).fetchone()
-        except sqlite3.IntegrityError:  # pragma: no cover - past 2**63 SQLite makes it a real number
-            value = 2**63
+        until, wait = 0.0, {}
+        if change.every is not None:
+            now = time.time()
+            until = (now // change.every + 1) * change.every
+            wait = {"retry_after": until - now}
+        (value,) = self.db.execute(sql.ADD, (change.counter, change.amount, until)).fetchone()
         if change.amount > 0 and change.most is not None and value > change.most:
             raise QuotaExceeded(
                 f"{change.counter} would be {value}, and at most {change.most} are allowed",
                 counter=change.counter,
                 most=change.most,
                 value=value - change.amount,
+                **wait,
             )
 
     # --- what others changed --------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ CREATE INDEX rf_events_by_project ON rf_events (project, number);
 
 CREATE TABLE rf_counters (
     name text COLLATE "C" PRIMARY KEY,
-    value bigint NOT NULL
+    value bigint NOT NULL,
+    until double precision NOT NULL -- the end of its period, seconds since the epoch; 0 for counters that have none
 );
 
 -- `until` is on the database's clock: the processes that share it need not agree on the time.
@@ -62,6 +63,9 @@ DECLARE
     happened jsonb := '[]';
     amount bigint;
     reached bigint;
+    every double precision;
+    now_at double precision;
+    ends double precision;
 BEGIN
     FOR c IN SELECT * FROM jsonb_array_elements(changes) LOOP
         CASE c ->> 't'
@@ -110,14 +114,19 @@ BEGIN
             END IF;
         WHEN 'add' THEN
             amount := (c ->> 'amount')::bigint;
-            INSERT INTO rf_counters AS had VALUES (c ->> 'counter', greatest(0, amount))
-                ON CONFLICT (name) DO UPDATE SET value = greatest(0, had.value + amount)
+            every := (c ->> 'every')::double precision;
+            now_at := extract(epoch FROM clock_timestamp());
+            ends := coalesce((floor(now_at / every) + 1) * every, 0);
+            INSERT INTO rf_counters AS had VALUES (c ->> 'counter', greatest(0, amount), ends)
+                ON CONFLICT (name) DO UPDATE
+                    SET value = greatest(0, CASE WHEN had.until = ends THEN had.value ELSE 0 END + amount), until = ends
                 RETURNING value INTO reached;
             IF amount > 0 AND reached > (c ->> 'most')::bigint THEN
                 RAISE EXCEPTION USING ERRCODE = 'RF002',
                     MESSAGE = format('%s would be %s, and at most %s are allowed', c ->> 'counter', reached, c ->> 'most'),
                     DETAIL = jsonb_build_object('counter', c -> 'counter', 'most', c -> 'most',
-                        'value', reached - amount);
+                        'value', reached - amount, 'retry_after', ends - now_at)
+                        - CASE WHEN every IS NULL THEN 'retry_after' ELSE '' END;
             END IF;
         WHEN 'held' THEN
             -- Locked until the end of the transaction: nobody else gets the lease in between.

@@ -46,7 +46,8 @@ CREATE INDEX events_by_project ON events (project, number);
 
 CREATE TABLE counters (
     name TEXT PRIMARY KEY,
-    value INTEGER NOT NULL
+    value INTEGER NOT NULL,
+    until REAL NOT NULL -- the end of its period, seconds since the epoch; 0 for counters that have none
 ) WITHOUT ROWID;
 
 -- `until` is on the clock of this boot, which no change of the date moves; another boot has ended every lease.
