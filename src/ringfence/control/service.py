@@ -1,0 +1,123 @@
+"""The orchestrator of one process: any number may share a store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+from ringfence.control.core import Admission, Core, Settings
+from ringfence.control.ending import Ending
+from ringfence.control.links import Links
+from ringfence.control.powers import Powers
+from ringfence.control.reconciling import Reconciler, process_lease
+from ringfence.control.records import Sandbox
+from ringfence.control.sandboxes import Sandboxes
+from ringfence.control.starting import Starting
+from ringfence.guest.link import GuestLink
+from ringfence.model.errors import RingfenceError
+from ringfence.model.states import State
+from ringfence.placement.contract import Placement
+from ringfence.store.contract import Store
+
+if TYPE_CHECKING:
+    from ringfence.control.principals import Principal
+
+
+class Control:
+    """Life cycle, pools and reconciliation over a store and a placement. :meth:`start` begins the background
+    work, :meth:`close` ends it; sandboxes live on::
+
+        async with Control(store, placement, owner_id="api-1") as control:
+            sandbox = await control.sandboxes.create(principal, CreateSandbox())
+
+    ``owner_id`` names this process among those that share the store. A process started anew under the same
+    id goes on at once with what the former one had under way.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        placement: Placement,
+        *,
+        owner_id: str,
+        egress: Any = None,
+        admission: Admission | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self.store = store
+        self.placement = placement
+        self.egress = egress
+        self.owner_id = owner_id
+        self.core = Core(store, placement, owner_id, admission=admission, settings=settings)
+        self.links = Links(self.core, self._awake)
+        self.core.saw = self.links.committed
+        self.core.stale = self.links.changed
+        self.ending = Ending(self.core, self.links)
+        self.starting = Starting(self.core, self.links, self.ending)
+        self.powers = Powers(self.core, self.links)
+        self.sandboxes = Sandboxes(self.core, self.links, self.ending, self.starting, self.powers)
+        self.reconciler = Reconciler(self.core, self.links, self.ending, self.starting, self.powers)
+        self._background: list[asyncio.Task[None]] = []
+
+    async def _awake(self, sandbox: Sandbox) -> Sandbox:
+        return await self.core.whole(self.powers.resume(sandbox))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Say that this process is here, reconcile, and begin the background work."""
+        await self.reconciler.heartbeat()
+        loop = asyncio.get_running_loop()
+        self._background = [
+            loop.create_task(self.core.watch()),
+            loop.create_task(self.reconciler.run()),
+        ]
+
+    async def close(self) -> None:
+        """Stop the background work, let go of links. Sandboxes live on. Idempotent."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self._background = []
+        await self.core.close()
+        await self.links.close()
+        with contextlib.suppress(RingfenceError):
+            await self.store.release(process_lease(self.owner_id), self.owner_id)
+
+    # -- traffic
+
+    async def link(self, principal: Principal, id: str) -> GuestLink:
+        """The shared control link of a sandbox; made, dialled anew and its sandbox resumed as needed.
+
+        Raises:
+            NotFound: the project has none of that id. WrongState: it does not run. LinkLost, NodeUnavailable.
+        """
+        return await self.links.link(id, principal.project)
+
+    async def new_link(self, principal: Principal, id: str, role: str = "stream") -> GuestLink:
+        """A link of the caller's own, who closes it; for streams. As :meth:`link`."""
+        return await self.links.new_link(id, principal.project, role)
+
+    async def touch(self, id: str) -> Sandbox:
+        """There is traffic: it is not idle, and resumed if it slept."""
+        return await self.links.touch(id)
+
+    def using(self, id: str, project: str | None = None) -> contextlib.AbstractAsyncContextManager[Sandbox]:
+        """While a stream is open its sandbox is not idle."""
+        return self.links.using(id, project)
+
+    async def wait_for(
+        self,
+        id: str,
+        states: Iterable[State],
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> Sandbox:
+        """Whoever's it is; see :meth:`Sandboxes.wait_for`."""
+        return await self.core.until(id, states, timeout)
