@@ -69,7 +69,15 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "--net",
                 metavar="MODE",
                 choices=["none", "egress", "open"],
-                help="network: none (default: loopback only), egress or open where the runtime has it",
+                help="network: none (default: loopback only), egress (what --allow or the policy names), or "
+                "open where the runtime has it",
+            ),
+            _option(
+                "--allow",
+                action="append",
+                metavar="HOST[:PORT]",
+                help="let it reach this host (default port: 443), with --net egress: api.example.com, "
+                "*.example.com:443,8443, http://example.com, tcp://db.example.com:5432, 203.0.113.7:22",
             ),
         ),
     ),

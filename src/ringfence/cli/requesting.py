@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.levels import Level
-from ringfence.model.policy import LEAST_MEMORY, MOST_GPUS, Mount, Policy, Resources
+from ringfence.model.policy import LEAST_MEMORY, MOST_GPUS, Mount, Network, Policy, Resources
 from ringfence.model.quantities import format_size, parse_duration, parse_size
 from ringfence.model.sandbox import Owner, SandboxRequest
 from ringfence.model.values import dataclass
@@ -75,7 +75,7 @@ def policy(options: argparse.Namespace) -> Policy:
     limits = _given(
         door.limits, timeout=_time("--timeout", options.timeout), output=_size("--output", options.output)
     )
-    network = _given(door.network, mode=options.net)
+    network = _network(options, door.network)
     result = replace(
         base,
         wall=replace(
@@ -87,11 +87,27 @@ def policy(options: argparse.Namespace) -> Policy:
         ),
         door=replace(door, limits=limits, network=network),
     )
-    if result is not base and (options.policy or options.preset):
+    if result is not base and (options.policy or options.preset or options.allow):
         from ringfence.model.policies import check
 
         check(result)  # an option may break what the file's trust promises
     return result
+
+
+def _network(options: argparse.Namespace, base: Network) -> Network:
+    """``--net``, and what ``--allow`` adds to the policy's own rules."""
+    if not options.allow:
+        network: Network = _given(base, mode=options.net)
+        return network
+    from ringfence.cli.allowing import rule
+
+    if (options.net or "egress") != "egress":
+        raise InvalidRequest(
+            f"--allow and --net {options.net} exclude each other", hint="write --net egress --allow HOST"
+        )
+    if base.mode == "open" and options.net is None:
+        raise InvalidRequest("--allow: the policy's network is open", hint="add --net egress to close it")
+    return replace(base, mode="egress", allow=(*base.allow, *map(rule, options.allow)))
 
 
 def warnings(options: argparse.Namespace, made: Policy) -> list[str]:
