@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, StartFailed
 from ringfence.model.levels import Boundary
-from ringfence.node import disks, saving, specs, supervising
+from ringfence.node import disks, saving, specs, starting, supervising
 from ringfence.node.journal import handle_as_json, handle_from_json, root_as_json
 from ringfence.node.saving import to_the_end
 from ringfence.node.sweeping import alive
@@ -60,7 +60,8 @@ async def reset(node: Node, sandbox: NodeSandbox, *, standby: bool = True) -> No
 
     Raises:
         WrongState: it has ended.
-        StartFailed, HostLimit: the new wall could not be built. The sandbox is as it was.
+        StartFailed, HostLimit: the new wall could not be built. The sandbox is as it was. Or StartFailed with
+        step ``start`` or ``ready``: it has begun anew, and what its template starts does not come up.
     """
     async with sandbox.changing():
         wall = await _ready(node, sandbox)
@@ -75,6 +76,7 @@ async def reset(node: Node, sandbox: NodeSandbox, *, standby: bool = True) -> No
             with contextlib.suppress(RingfenceError):  # without it the next reset starts a machine again
                 base = await saving.save(node, sandbox, None, "memory", temporary=True)
                 sandbox.mark("base", base.name)
+        await starting.bring_up(node, sandbox)
 
 
 def _is_machine(sandbox: NodeSandbox) -> bool:

@@ -21,7 +21,7 @@ from ringfence.model.ids import new_id
 from ringfence.model.policy import Policy
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import cgroups, disks, identities, requests, specs, supervising
-from ringfence.node.groups import GroupPool
+from ringfence.node.groups import GroupPool, noted, of_record
 from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json, root_as_json
 from ringfence.node.notes import notes
 from ringfence.node.sandboxes import NodeSandbox
@@ -250,21 +250,18 @@ class Node:
             self._creating -= 1
             if not self._creating:
                 self._created.set()
-        if sandbox.root.template.startswith("sha256:"):
-            await self._bring_up(sandbox)
+        return await self._brought_up(sandbox)
+
+    async def _brought_up(self, sandbox: NodeSandbox) -> NodeSandbox:
+        if str(sandbox.journal.record.get("template", "")).startswith("sha256:"):
+            from ringfence.node.starting import bring_up
+
+            try:
+                await bring_up(self, sandbox)
+            except BaseException:
+                await sandbox.destroy()
+                raise
         return sandbox
-
-    async def _bring_up(self, sandbox: NodeSandbox) -> None:
-        """Start what the template starts with its sandboxes; without it there is no sandbox."""
-        try:
-            template = self.images.store.resolve(sandbox.root.template)
-            if template.config.start or template.config.ready:
-                from ringfence.node.starting import bring_up
-
-                await bring_up(sandbox, template.config, sandbox.request.template)
-        except BaseException:
-            await sandbox.destroy()
-            raise
 
     async def restore(self, name: str, request: SandboxRequest | None = None, **changes: Any) -> NodeSandbox:
         """Start a sandbox from a snapshot, any number of times; each has an identity of its own.
@@ -289,11 +286,13 @@ class Node:
         self._creating += 1
         self._created.clear()
         try:
-            return await self._create(saved.runtime, request, [], saved)
+            sandbox = await self._create(saved.runtime, request, [], saved)
         finally:
             self._creating -= 1
             if not self._creating:
                 self._created.set()
+        # Of a saved memory everything runs on; saved files alone are a first day with other files.
+        return sandbox if saved.snapshot.kind == "memory" else await self._brought_up(sandbox)
 
     def _check(self, request: SandboxRequest) -> None:
         if self._closed:
@@ -386,7 +385,10 @@ class Node:
         else:
             with saved.noting():
                 made.journal = Journal.begin(folder, record | saved.record())
-        made.group = self.groups.take(made.name, specs.group_limits(runtime, request), keep=request.keep)
+        limits_of_group, shared = specs.group_limits(runtime, request), bool(self.service)
+        made.group = self.groups.take(made.name, limits_of_group, keep=request.keep, shared=shared)
+        if request.keep and shared:
+            made.journal.append(noted(made.group))
         disk = disks.prepare(self.state, folder, size, root=self.root)
         root = self.root_fs(request, disk, folder, template)
         if saved is not None:
@@ -535,7 +537,7 @@ class Node:
             request,
             handle,
             root,
-            self.cgroups.group(str(journal.record.get("group") or journal.record["id"])),
+            of_record(self.cgroups, journal.record),
             specs.watched(request, float(journal.record["deadline"]), limits),
             journal=journal,
             limits=limits,

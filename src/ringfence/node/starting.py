@@ -14,6 +14,7 @@ from ringfence.model.quantities import format_duration
 
 if TYPE_CHECKING:
     from ringfence.node.sandboxes import NodeProcess, NodeSandbox
+    from ringfence.node.service import Node
 
 PATIENCE = 120.0  # seconds for a template to be ready; a sandbox's own deadline may come first
 START = "template-start"  # id of the start command among the sandbox's processes
@@ -21,7 +22,18 @@ _FIRST, _LONGEST = 0.02, 0.5  # seconds between two looks
 _LAST_WORDS = 2000  # bytes of output that an error carries
 
 
-async def bring_up(sandbox: NodeSandbox, config: TemplateConfig, name: str) -> None:
+async def bring_up(node: Node, sandbox: NodeSandbox) -> None:
+    """Start what the template starts with its sandboxes, in a wall that is new. It may have nothing to start.
+
+    Raises:
+        StartFailed: it does not come up.
+    """
+    digest = str(sandbox.journal.record.get("template", ""))
+    if digest.startswith("sha256:"):
+        await start_and_wait(sandbox, node.images.store.resolve(digest).config, sandbox.request.template)
+
+
+async def start_and_wait(sandbox: NodeSandbox, config: TemplateConfig, name: str) -> None:
     """Start the template's start command and wait until its ready command succeeds. Both may be missing.
 
     The start command runs on by itself, its last output can be read by attaching to ``template-start``.

@@ -363,6 +363,22 @@ async def test_start_and_ready_come_up_with_each_sandbox(make: Builder, node: No
     assert await output(node, "child", "cat", "/tmp/up") == "up\n"
 
 
+async def test_start_and_ready_come_up_again_after_a_reset_and_in_what_is_restored(
+    make: Builder, node: Node
+) -> None:
+    # Each time it comes up it adds a line to what it finds, whatever was saved.
+    await make("START echo up >> /tmp/up; exec sleep 1000\nREADY test -e /tmp/up\n")
+    sandbox = await node.create(ask(template="made"))
+    await sandbox.snapshot("saved", kind="disk")
+    copy = await node.restore("saved")
+    assert (await run(copy, "cat", "/tmp/up"))[1] == "up\nup\n"
+    await copy.destroy()
+    for _ in range(2):
+        await sandbox.reset()
+        assert (await run(sandbox, "cat", "/tmp/up"))[1] == "up\n"
+    await sandbox.destroy()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
