@@ -207,7 +207,7 @@ class Group:
         self.name = name
         self.limits = limits
         self.oom_before = 0  # kills counted before the present sandbox
-        self._cpu_before = 0.0
+        self.cpu_before = 0.0
         self._owner = owner
         self._controllers = controllers
         self._place: CgroupPlace | None = None
@@ -294,7 +294,7 @@ class Group:
     def cpu_seconds(self) -> float | None:
         """Processor time of the whole sandbox, ended processes included."""
         total = self._cpu_total()
-        return None if total is None else total - self._cpu_before
+        return None if total is None else total - self.cpu_before
 
     def _cpu_total(self) -> float | None:
         base = self._base.get("unified")
@@ -321,7 +321,7 @@ class Group:
             _write(path, "0", self.held.get(path))
         except OSError:
             return False
-        self._cpu_before = self._cpu_total() or 0.0
+        self.cpu_before = self._cpu_total() or 0.0
         return True
 
     def is_empty(self) -> bool:

@@ -2,23 +2,44 @@
 
 A node keeps the groups of ephemeral sandboxes that ended and gives them to later ones with the same limits.
 Only empty ones to which next to nothing is charged: what is not clean is removed. Their names are the node's
-own (``<owner>.<n>``), so that a sweeper knows whose they are; a kept sandbox's group has the sandbox's name
-and is never used again.
+own (``<owner>.<n>``), so that a sweeper knows whose they are and that all in them may be killed. A kept
+sandbox's group has the sandbox's name and is never used again; but where a service makes many, they are used
+again as well, under names (``keep.<owner>.<n>``) that tell a sweeper to look at who is inside.
 
 Version 2 has three folders a sandbox, and a peak of memory that can't be set back: there they are made anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from ringfence.node.cgroups import Cgroups, Group, GroupLimits
 
 MOST_IDLE = 64  # groups kept in all
 MOST_HELD = 32  # of them with their files kept open
 CLEAN = 4 << 20  # bytes that may still be charged to a group when it is used again: caches of the dead
+
+KEPT = "keep."  # begins the names of groups of kept sandboxes that are used again
+
+
+def noted(group: Group) -> dict[str, Any]:
+    """What a kept sandbox's journal says of a group that was used before."""
+    return {"group": group.name, "group_used": [group.name, group.oom_before, group.cpu_before]}
+
+
+def of_record(cgroups: Cgroups, record: Mapping[str, Any]) -> Group:
+    """The group of a sandbox from its journal; what others took in it before does not count."""
+    group = cgroups.group(str(record.get("group") or record.get("id", "")))
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        name, kills, seconds = record["group_used"]
+        if name == group.name:
+            group.oom_before, group.cpu_before = int(kills), float(seconds)
+    return group
 
 
 class GroupPool:
@@ -28,20 +49,21 @@ class GroupPool:
         self._cgroups = cgroups
         self._owner = owner
         self._numbers = itertools.count()
-        self._idle: dict[GroupLimits, deque[Group]] = {}
+        self._idle: dict[tuple[str, GroupLimits], deque[Group]] = {}
         self._count = 0
         self._holding: list[Group] = []  # groups whose files are kept open
         self._most = min(MOST_HELD, max(0, os.sysconf("SC_OPEN_MAX")) // 64)
 
-    def take(self, sandbox: str, limits: GroupLimits, *, keep: bool) -> Group:
-        """A group for a sandbox.
+    def take(self, sandbox: str, limits: GroupLimits, *, keep: bool, shared: bool = False) -> Group:
+        """A group for a sandbox. ``shared``: a kept one's too may be one that was used (see :func:`noted`).
 
         Raises:
             HostLimit: it can't be made.
         """
-        if keep or self._cgroups.mode in ("v2", "none"):
+        if (keep and not shared) or self._cgroups.mode in ("v2", "none"):
             return self._cgroups.create(sandbox, limits)
-        idle = self._idle.get(limits)
+        prefix = KEPT if keep else ""
+        idle = self._idle.get((prefix, limits))
         while idle:
             group = idle.popleft()
             self._count -= 1
@@ -49,7 +71,7 @@ class GroupPool:
                 self._hold(group)
                 return group
             group.remove()
-        return self._cgroups.create(f"{self._owner}.{next(self._numbers)}", limits)
+        return self._cgroups.create(f"{prefix}{self._owner}.{next(self._numbers)}", limits)
 
     def _hold(self, group: Group) -> None:
         """Keep its files open. Not at its first use, for most nodes start one sandbox; and of a few only."""
@@ -67,11 +89,12 @@ class GroupPool:
 
     def give_back(self, group: Group) -> bool:
         """A sandbox is gone. False: its group is still busy; call again later."""
-        recyclable = group.limits is not None and group.name.startswith(self._owner + ".")
+        prefix = KEPT if group.name.startswith(KEPT) else ""
+        recyclable = group.limits is not None and group.name.startswith(f"{prefix}{self._owner}.")
         if not recyclable or self._count >= MOST_IDLE or not group.is_empty():
             return group.remove()
         assert group.limits is not None
-        self._idle.setdefault(group.limits, deque()).append(group)
+        self._idle.setdefault((prefix, group.limits), deque()).append(group)
         self._count += 1
         return True
 

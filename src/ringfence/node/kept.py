@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ringfence.model.errors import NotFound, RingfenceError, WrongState
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.node import supervising
+from ringfence.node.groups import of_record
 from ringfence.node.journal import HANDLE, Journal, handle_from_json, request_from_json, root_from_json
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def look(node: Node, name: str) -> dict[str, Any] | None:
         request = request_from_json(record["request"])
     except (KeyError, TypeError, ValueError):
         return None
-    group = node.cgroups.group(str(record.get("group") or name))
+    group = of_record(node.cgroups, record)
     return {
         "id": name,
         "runtime": record["runtime"],

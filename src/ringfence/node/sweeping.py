@@ -17,7 +17,7 @@ from ringfence.model.errors import HostLimit, RingfenceError
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.node import disks, supervising
 from ringfence.node.cgroups import Group
-from ringfence.node.groups import is_of
+from ringfence.node.groups import KEPT, is_of
 from ringfence.node.journal import (
     HANDLE,
     Journal,
@@ -300,7 +300,7 @@ def _sweep_groups(node: Node) -> None:
         if found := SANDBOX_ID.match(name):  # a number follows where it was reset
             if (node.state.sandboxes / found[0]).exists() or not _old_group(name):
                 continue
-        elif not _dead_owner(name, node.boot):
+        elif not _dead_owner(name.removeprefix(KEPT), node.boot):
             continue
         group = node.cgroups.group(name)
         if not group.processes():

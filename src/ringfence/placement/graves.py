@@ -15,6 +15,7 @@ from ringfence.model.errors import InvalidRequest, RingfenceError
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.model.levels import Cause
 from ringfence.model.sandbox import End
+from ringfence.node.groups import of_record
 from ringfence.node.journal import HANDLE
 from ringfence.node.troubles import host_limit
 from ringfence.placement.contract import Placed
@@ -65,7 +66,7 @@ def bury(node: Node, graves: Graves, record: Mapping[str, Any]) -> None:
     if record.get("state") != HANDLE or str(record.get("service", "")) != node.service:
         return  # half made, or told to end: whoever asked for it asks again
     name = str(record.get("id", ""))
-    group = node.cgroups.group(str(record.get("group") or name))
+    group = of_record(node.cgroups, record)
     if record.get("boot") != node.boot:
         end = End(Cause.NODE_LOST, 125, "the machine was started anew", reported=False)
     elif group.oom_kills():
