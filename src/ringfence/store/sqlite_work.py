@@ -278,7 +278,7 @@ class Work:
         return gone
 
     def _add(self, change: Add) -> None:
-        until, wait = 0.0, {}
+        until, wait = 0.0, dict[str, Any]()
         if change.every is not None:
             now = time.time()
             until = (now // change.every + 1) * change.every
