@@ -1,0 +1,352 @@
+"""Making, listing, calling and ending the contexts of one sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import errno
+import os
+import re
+import secrets
+import signal
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ringfence.guest.contexts.calls import Call, request_lines
+from ringfence.guest.contexts.languages import Language, language
+from ringfence.guest.contexts.results import Messages, Ran
+from ringfence.guest.fields import clean
+from ringfence.guest.link import GuestLink
+from ringfence.guest.processes import FROM_NOW, STDOUT, GuestProcess, ProcessSpec
+from ringfence.model.errors import (
+    Conflict,
+    DeadlineExceeded,
+    GuestRefused,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    Unsupported,
+)
+from ringfence.model.ids import new_id
+from ringfence.model.values import dataclass
+
+RING: Final = 1024 * 1024  # bytes of output a context that may wait for a reader
+MOST_CONTEXTS: Final = 32  # that run at once in a sandbox
+MOST_CODE: Final = 4 * 1024 * 1024  # bytes of one call
+START_TIME: Final = 60.0  # seconds for a kernel to say that it is ready: an emulated machine takes its time
+DEFAULT: Final = "default"
+_PREFIX: Final = "ctx."
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One context. ``cwd``: where it is now, if that can be seen (reported). ``running``: it lives."""
+
+    id: str
+    language: str
+    cwd: str | None = None
+    running: bool = True
+    pid: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {"id": self.id, "language": self.language, "cwd": self.cwd, "running": self.running}
+
+
+class Contexts:
+    """The contexts of one sandbox, over a link that the caller owns.
+
+    Nothing is kept here: any number of host processes may use the contexts of one sandbox, at once and after
+    one another. Every call may also raise what :class:`GuestLink` raises.
+    """
+
+    def __init__(self, link: GuestLink) -> None:
+        self._link = link
+
+    async def create(
+        self,
+        language: str = "python",
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        id: str | None = None,
+        timeout: float = START_TIME,  # noqa: ASYNC109
+    ) -> Context:
+        """Start a context; returns when it can be called.
+
+        Args:
+            language: ``python``, ``javascript`` or ``bash``.
+            cwd: its working directory; default: the sandbox's.
+            env: variables, over the sandbox's.
+            id: 1 to 40 of ``[A-Za-z0-9_-]``; made up if ``None``.
+            timeout: seconds until it must be ready.
+
+        Raises:
+            InvalidRequest: an unknown language or an impossible id.
+            Conflict: there is a context with this id.
+            Unsupported: the template has no program for this language.
+            QuotaExceeded: too many contexts.
+            DeadlineExceeded: it did not get ready.
+        """
+        kind = _language(language)
+        number = new_id("c") if id is None else _check(id)
+        running = [context for context in await self._all() if context.running]
+        if any(context.id == number for context in running):
+            raise Conflict(f"context {number} exists", hint="call it, restart it, or take another id")
+        if len(running) >= MOST_CONTEXTS:
+            raise QuotaExceeded(
+                f"{len(running)} contexts run in this sandbox", hint="close some", most=MOST_CONTEXTS
+            )
+        await self._forget(number)
+        return await self._start(kind, number, cwd, dict(env or {}), timeout)
+
+    async def _start(
+        self,
+        kind: Language,
+        number: str,
+        cwd: str | None,
+        env: dict[str, str],
+        timeout: float,  # noqa: ASYNC109
+    ) -> Context:
+        refused: GuestRefused | None = None
+        for program in kind.programs:
+            spec = ProcessSpec(
+                kind.argv(program),
+                kind.env | env,
+                cwd,
+                f"{_PREFIX}{kind.name}.{number}",
+                stdin=True,
+                ring=RING,
+            )
+            try:
+                process = await self._link.start(spec)
+            except GuestRefused as error:
+                if error.errno == errno.EEXIST:
+                    raise Conflict(f"context {number} exists", hint="call it, or restart it") from None
+                if error.errno != errno.ENOENT:
+                    raise
+                refused = error
+                continue
+            try:
+                async with asyncio.timeout(timeout):
+                    await _ready(kind, process)
+            except BaseException as error:
+                with contextlib.suppress(Exception):
+                    await process.signal(signal.SIGKILL)
+                if isinstance(error, TimeoutError):
+                    raise DeadlineExceeded(
+                        f"the {kind.name} context was not ready after {timeout:g} s"
+                    ) from None
+                raise
+            finally:
+                await process.close()
+            return Context(number, kind.name, cwd, True, process.pid)
+        if refused is not None and cwd is not None and await self._missing(cwd):
+            raise InvalidRequest(f"there is no folder {cwd[:256]!r} in the sandbox")
+        raise Unsupported(
+            f"the sandbox has no {' or '.join(kind.programs)} to run {kind.name}",
+            hint=f"use a template with {kind.needs}",
+            capability=f"contexts.{kind.name}",
+        )
+
+    async def _missing(self, cwd: str) -> bool:
+        try:
+            return (await self._link.files.stat(cwd)).type != "directory"
+        except GuestRefused:
+            return True
+
+    async def list(self) -> list[Context]:
+        """The contexts that run, by id."""
+        found = [context for context in await self._all() if context.running]
+        return sorted(found, key=lambda context: context.id)
+
+    async def get(self, id: str) -> Context:
+        """One context that runs, and where it is.
+
+        Raises:
+            NotFound: there is none.
+        """
+        context = await self._get(_check(id))
+        try:
+            info = await self._link.files.stat(f"/proc/{context.pid}/cwd", follow=False)
+        except GuestRefused:
+            return context
+        where = None if info.target is None else clean(os.fsencode(info.target), 4096)
+        return Context(context.id, context.language, where, True, context.pid)
+
+    async def execute(
+        self,
+        id: str,
+        code: str,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        env: Mapping[str, str] | None = None,
+        call: str | None = None,
+    ) -> Call:
+        """Call a context. Calls of one context wait for one another, in the order they came.
+
+        Args:
+            id: the context.
+            code: what to run.
+            timeout: seconds until it is interrupted, and 5 seconds later the context is ended.
+            env: variables during this call.
+            call: the call's own id; made up if ``None``.
+
+        Raises:
+            NotFound: no such context.
+            InvalidRequest: code that no context can take.
+        """
+        if len(code.encode("utf-8", "surrogatepass")) > MOST_CODE:
+            raise InvalidRequest(
+                f"code of more than {MOST_CODE} bytes", hint="write it to a file and import it"
+            )
+        name = secrets.token_hex(12) if call is None else _check(call)
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        process = await self._attach(_check(id), FROM_NOW)
+        made = Call(name, id, process, process.offsets[0], deadline)
+        try:
+            await process.write(request_lines({"op": "run", "x": name, "code": code, "env": dict(env or {})}))
+        except GuestRefused as error:
+            await process.close()
+            if error.errno != errno.EPIPE:
+                raise
+            raise NotFound(f"context {id} has ended", hint="restart it") from None
+        except BaseException:
+            await process.close()
+            raise
+        return made
+
+    async def run(self, id: str, code: str, *, limit: int = 10 * 1024 * 1024, **options: Any) -> Ran:
+        """Call a context and collect everything; options as for :meth:`execute`."""
+        async with await self.execute(id, code, **options) as call:
+            return await call.collect(limit)
+
+    async def resume(
+        self,
+        id: str,
+        call: str,
+        offset: int = 0,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> Call:
+        """Go on with a call that another link or process began, from ``offset`` (:attr:`Call.offset`).
+
+        What has left the context's ring meanwhile (1 MiB) is missing.
+
+        Raises:
+            NotFound: no such context.
+        """
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        process = await self._attach(_check(id), offset)
+        return Call(_check(call), id, process, process.offsets[0], deadline)
+
+    async def interrupt(self, id: str) -> None:
+        """Interrupt what runs in it, as Ctrl-C does; the context lives on.
+
+        Raises:
+            NotFound: no such context.
+        """
+        context = await self._get(_check(id))
+        await self._link.signal(_process_id(context), signal.SIGINT)
+
+    async def restart(
+        self, id: str, *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> Context:
+        """End what runs in it, and begin anew under the same id: variables are gone.
+
+        Raises:
+            NotFound: there never was such a context.
+        """
+        context = await self._get(_check(id), ended=True)
+        await self._end(context)
+        return await self._start(language_of(context), context.id, cwd, dict(env or {}), START_TIME)
+
+    async def close(self, id: str) -> None:
+        """End a context and forget it.
+
+        Raises:
+            NotFound: there never was such a context.
+        """
+        await self._end(await self._get(_check(id), ended=True))
+
+    # -- the processes behind them
+
+    async def _attach(self, id: str, offset: int) -> GuestProcess:
+        for kind in ("python", "javascript", "bash"):
+            try:
+                return await self._link.attach(f"{_PREFIX}{kind}.{id}", offset, FROM_NOW, window=RING // 4)
+            except GuestRefused as error:
+                if error.errno != errno.ENOENT:
+                    raise
+        raise NotFound(f"no context {id}", hint="create it first")
+
+    async def _all(self) -> builtins.list[Context]:
+        found = []
+        for info in await self._link.processes():
+            prefix, _, rest = info.id.partition(".")
+            kind, _, number = rest.partition(".")
+            if prefix + "." == _PREFIX and number and _ID.match(number):
+                found.append(Context(number, kind, None, info.state == "running", info.pid))
+        return found
+
+    async def _get(self, id: str, *, ended: bool = False) -> Context:
+        for context in await self._all():
+            if context.id == id and (context.running or ended):
+                return context
+        raise NotFound(f"no context {id}", hint="create it first")
+
+    async def _forget(self, id: str) -> None:
+        for context in await self._all():
+            if context.id == id:
+                await self._end(context)
+
+    async def _end(self, context: Context) -> None:
+        number = _process_id(context)
+        with contextlib.suppress(GuestRefused):
+            async with await self._link.attach(number, output=False) as process:
+                with contextlib.suppress(GuestRefused):
+                    await process.signal(signal.SIGKILL)
+                await process.wait()
+        with contextlib.suppress(GuestRefused):
+            await self._link.remove(number)
+
+
+async def _ready(kind: Language, process: GuestProcess) -> None:
+    """Send the kernel in, and return when it has said that it is ready."""
+    with contextlib.suppress(GuestRefused):  # it has ended: why comes next
+        await process.write(kind.source())
+    messages = Messages()
+    said = bytearray()
+    async for stream, offset, data in process:
+        if stream != STDOUT:
+            said += data[: 4096 - len(said)]
+        elif any(message.get("t") == "ready" for _, message in messages.feed(offset, data)):
+            return
+    exit = await process.wait()
+    raise Unsupported(
+        f"the {kind.name} context ended with status {exit.status} before it was ready"
+        + (f": {clean(bytes(said), 1000)}" if said else ""),
+        hint=f"use a template with {kind.needs}",
+        capability=f"contexts.{kind.name}",
+    )
+
+
+def language_of(context: Context) -> Language:
+    """The language of a context that was found."""
+    return _language(context.language)
+
+
+def _language(name: str) -> Language:
+    return language(name)
+
+
+def _process_id(context: Context) -> str:
+    return f"{_PREFIX}{context.language}.{context.id}"
+
+
+def _check(id: str) -> str:
+    if not _ID.match(id):
+        raise InvalidRequest(f"context id {id[:64]!r} is not 1 to 40 of A-Z a-z 0-9 _ -")
+    return id

@@ -1,0 +1,553 @@
+"""The Python kernel: runs inside a sandbox, keeps variables between calls, answers in lines of JSON.
+
+Standard library only, CPython 3.8 or newer. Requests come on descriptor 0, answers go to descriptor 1; both
+are taken away before any code of the user runs, and replaced: input is empty, and what is written to
+descriptors 1 and 2 by whomever (C libraries, child processes) comes through pipes as output of the call.
+
+The host sends ``DISPLAY = "…"`` before this text: ``python_display.py``, which is compiled when first needed.
+"""
+# mypy: ignore-errors
+
+import ast
+import builtins
+import json
+import linecache
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+
+CHUNK = 16384  # characters of JSON a line; longer messages go in parts
+MOST_TEXT = 4 * 1024 * 1024  # characters of one text
+HOLD = 0.02  # seconds that output may wait for more
+
+
+class Answers:
+    """Lines of JSON to the host, whole ones, from whichever thread."""
+
+    def __init__(self, send):
+        self.send = send
+        self.lock = threading.RLock()
+        self.main = threading.get_ident()
+        self.guard = 0  # an interrupt of the main thread waits until the line is out
+        self.pending = False
+        self.call = ""
+
+    def begin(self):
+        """No interrupt from here on."""
+        if threading.get_ident() == self.main:
+            self.guard += 1
+        self.lock.acquire()
+
+    def done(self):
+        """What :meth:`begin` began is over; an interrupt that came meanwhile is raised now."""
+        self.lock.release()
+        if threading.get_ident() == self.main:
+            self.guard -= 1
+            if not self.guard and self.pending:
+                self.pending = False
+                raise KeyboardInterrupt
+
+    def say(self, kind, **fields):
+        """One message of the present call."""
+        self.begin()
+        try:
+            fields["t"] = kind
+            fields["x"] = self.call
+            text = json.dumps(fields)
+            if len(text) <= CHUNK:
+                self.send(text.encode() + b"\n")
+                return
+            for at in range(0, len(text), CHUNK):
+                piece = {"t": "part", "x": self.call, "d": text[at : at + CHUNK]}
+                if at + CHUNK >= len(text):
+                    piece["t"] = "last"
+                self.send(json.dumps(piece).encode() + b"\n")
+        finally:
+            self.done()
+
+
+class Output:
+    """``sys.stdout`` or ``sys.stderr`` of the user's code."""
+
+    encoding = "utf-8"
+    errors = "replace"
+    newlines = None
+    closed = False
+    line_buffering = True
+    mode = "w"
+
+    def __init__(self, answers, kind, number, poke):
+        self.answers = answers
+        self.name = "<%s>" % kind
+        self._kind = kind
+        self._number = number
+        self._poke = poke
+        self._held = []
+        self._size = 0
+        self._last = 0.0
+        self._poked = False
+
+    def write(self, text):
+        """Text that is sent soon."""
+        if not isinstance(text, str):
+            raise TypeError("write() argument must be str, not %s" % type(text).__name__)
+        if not text:
+            return 0
+        self.answers.begin()
+        try:
+            self._held.append(text)
+            self._size += len(text)
+            if self._size >= CHUNK // 2 or (time.monotonic() - self._last > HOLD and "\n" in text):
+                self._flush()
+            elif not self._poked:
+                self._poked = True
+                self._poke()
+        finally:
+            self.answers.done()
+        return len(text)
+
+    def writelines(self, lines):
+        """Several texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self):
+        """Send what is held."""
+        self.answers.begin()
+        try:
+            self._flush()
+        finally:
+            self.answers.done()
+
+    def _flush(self):
+        self._poked = False
+        if self._held:
+            text = "".join(self._held)
+            self._held = []
+            self._size = 0
+            self._last = time.monotonic()
+            for at in range(0, len(text), CHUNK // 2):
+                self.answers.say(self._kind, s=text[at : at + CHUNK // 2])
+
+    def fileno(self):
+        """The descriptor, for child processes."""
+        return self._number
+
+    def isatty(self):
+        """It is none."""
+        return False
+
+    def readable(self):
+        """It is not."""
+        return False
+
+    def writable(self):
+        """It is."""
+        return True
+
+    def seekable(self):
+        """It is not."""
+        return False
+
+    def close(self):
+        """It stays open."""
+
+    def reconfigure(self, **_):
+        """Nothing can be changed."""
+
+    @property
+    def buffer(self):
+        """For bytes."""
+        return _Bytes(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.flush()
+
+
+class _Bytes:
+    """``sys.stdout.buffer``."""
+
+    def __init__(self, text):
+        self._text = text
+
+    def write(self, data):
+        """Bytes, as text."""
+        self._text.write(bytes(data).decode("utf-8", "replace"))
+        return len(data)
+
+    def flush(self):
+        """Send what is held."""
+        self._text.flush()
+
+    def fileno(self):
+        """The descriptor."""
+        return self._text.fileno()
+
+
+class Pipes:
+    """What is written to descriptors 1 and 2, and held output that nobody flushes."""
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.ends = []
+        for number, kind in ((1, "stdout"), (2, "stderr")):
+            out, into = os.pipe()
+            os.dup2(into, number)
+            os.close(into)
+            os.set_blocking(out, False)
+            self.ends.append((out, kind))
+        self.wake, self.waker = os.pipe()
+        os.set_blocking(self.waker, False)
+        self.streams = [
+            Output(answers, kind, number, self.poke) for number, kind in ((1, "stdout"), (2, "stderr"))
+        ]
+        self.rest = {}
+
+    def start(self):
+        """Begin to read."""
+        threading.Thread(target=self._run, name="ringfence-output", daemon=True).start()
+
+    def poke(self):
+        """Something is held."""
+        try:
+            os.write(self.waker, b"!")
+        except OSError:
+            pass
+
+    def _run(self):
+        readers = [out for out, _ in self.ends] + [self.wake]
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        except (AttributeError, OSError):
+            pass
+        while True:
+            ready = select.select(readers, [], [])[0]
+            if self.wake in ready:
+                os.read(self.wake, 4096)
+                time.sleep(HOLD)
+                for stream in self.streams:
+                    stream.flush()
+            self.drain(ready)
+
+    def drain(self, ready=None):
+        """Everything that is in the pipes now (at most 1 MiB: a flood must not hold up the end)."""
+        self.answers.begin()
+        try:
+            for out, kind in self.ends:
+                if ready is not None and out not in ready:
+                    continue
+                for _ in range(64):
+                    try:
+                        data = os.read(out, CHUNK // 2)
+                    except OSError:
+                        break
+                    if not data:
+                        break
+                    data = self.rest.pop(kind, b"") + data
+                    text, self.rest[kind] = _decode(data)
+                    if text:
+                        self.answers.say(kind, s=text)
+        finally:
+            self.answers.done()
+
+    def finish(self):
+        """A call ends: all that it has written goes before its end."""
+        for stream in self.streams:
+            stream.flush()
+        self.drain()
+
+
+def _decode(data):
+    """Text, and the bytes of a character that is not complete."""
+    for back in range(1, min(4, len(data)) + 1):
+        if data[-back] >= 0xC0:
+            length = 2 if data[-back] < 0xE0 else 3 if data[-back] < 0xF0 else 4
+            if length > back:
+                return data[:-back].decode("utf-8", "replace"), data[-back:]
+            break
+        if data[-back] < 0x80:
+            break
+    return data.decode("utf-8", "replace"), b""
+
+
+class PyplotHook:
+    """Gives ``matplotlib.pyplot`` a ``show`` that displays, when it is imported."""
+
+    def __init__(self, show):
+        self.show = show
+        self.looking = False
+
+    def find_spec(self, name, path=None, target=None):
+        """For ``sys.meta_path``."""
+        if name != "matplotlib.pyplot" or self.looking:
+            return None
+        import importlib.util
+
+        self.looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.looking = False
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            module.show = self.show
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+# -- calls
+
+
+class Kernel:
+    """One context: a namespace and the loop that serves it."""
+
+    def __init__(self, requests, answers, pipes):
+        self.requests = requests
+        self.answers = answers
+        self.pipes = pipes
+        self.count = 0
+        self.running = False
+        self.loop = None
+        self.module = types.ModuleType("__main__")
+        self.module.__dict__.update(__builtins__=builtins, display=self.display, exit=_exit, quit=_exit)
+        sys.modules["__main__"] = self.module
+        sys.argv = [""]
+        sys.stdout, sys.stderr = pipes.streams
+        sys.stdin = open(0, closefd=False)
+        builtins.display = self.display
+        sys.meta_path.insert(0, PyplotHook(self.show))
+        if "matplotlib.pyplot" in sys.modules:
+            sys.modules["matplotlib.pyplot"].show = self.show
+        os.environ.setdefault("MPLBACKEND", "Agg")
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        signal.signal(signal.SIGINT, self._interrupt)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _interrupt(self, *_):
+        if not self.running:
+            return
+        if self.answers.guard:
+            self.answers.pending = True
+        else:
+            raise KeyboardInterrupt
+
+    def _forked(self):
+        """In a child that the user's code forked: it prints to the descriptors, and is no kernel."""
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        self.answers.lock = threading.RLock()
+        self.answers.send = lambda _: None
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def serve(self):
+        """Until the requests end."""
+        for request in self.requests:
+            if request.get("op") == "run":
+                self.run(request)
+
+    def run(self, request):
+        """One call."""
+        answers = self.answers
+        answers.call = str(request.get("x", ""))
+        self.count += 1
+        answers.say("start", n=self.count)
+        saved = None
+        try:
+            env = request.get("env") or {}
+            if env:
+                saved = {name: os.environ.get(name) for name in env}
+                os.environ.update(env)
+            try:
+                self.running = True
+                try:
+                    self._execute(str(request.get("code", "")))
+                    self._figures()
+                finally:
+                    self.running = False
+            except BaseException as error:
+                self._failed(error)
+        except KeyboardInterrupt:  # between two lines of ours
+            self.running = False
+            answers.say("error", name="KeyboardInterrupt", value="", traceback="KeyboardInterrupt\n")
+        self.running = answers.pending = False
+        if saved is not None:
+            for name, value in saved.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+        self.pipes.finish()
+        answers.say("end", n=self.count)
+        answers.call = ""
+
+    def _execute(self, code):
+        name = "<cell %d>" % self.count
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+        tree = ast.parse(code, name)
+        last = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";"):
+            last = ast.Expression(tree.body.pop().value)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        if tree.body:
+            self._eval(compile(tree, name, "exec", flags, True))
+        if last is not None:
+            value = self._eval(compile(last, name, "eval", flags, True))
+            if value is not None:
+                self.module.__dict__["_"] = value
+                self._show(value, True)
+
+    def _eval(self, code):
+        if not code.co_flags & 0x80:  # CO_COROUTINE
+            return eval(code, self.module.__dict__)
+        import asyncio
+
+        if self.loop is None or self.loop.is_closed():
+            self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+        task = self.loop.create_task(eval(code, self.module.__dict__))
+        try:
+            return self.loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            task.cancel()
+            try:
+                self.loop.run_until_complete(task)
+            except BaseException:
+                pass
+            raise
+
+    def display(self, *values, **_):
+        """Show objects in all the forms they have."""
+        for value in values:
+            self._show(value, False)
+
+    def show(self, *_, **__):
+        """``pyplot.show``."""
+        self._figures()
+
+    def _show(self, value, main):
+        figure = _is_figure(value)
+        shown = represent(value)
+        self.pipes.finish()
+        self.answers.say("result", main=main, **shown)
+        if figure and "matplotlib.pyplot" in sys.modules:
+            sys.modules["matplotlib.pyplot"].close(value)
+
+    def _figures(self):
+        pyplot = sys.modules.get("matplotlib.pyplot")
+        if pyplot is None or not hasattr(pyplot, "get_fignums"):
+            return
+        for number in pyplot.get_fignums():
+            figure = pyplot.figure(number)
+            try:
+                if figure.axes:
+                    self._show(figure, False)
+            finally:
+                pyplot.close(figure)
+
+    def _failed(self, error):
+        self.pipes.finish()
+        trace = error.__traceback__
+        while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<cell "):
+            trace = trace.tb_next
+        try:
+            lines = traceback.format_exception(type(error), error, trace)
+            value = str(error)
+        except BaseException:
+            lines, value = ["%s\n" % type(error).__name__], "(its text can't be had)"
+        text = "".join(lines)
+        if len(text) > MOST_TEXT:
+            text = text[: MOST_TEXT // 2] + "\n\u2026\n" + text[-MOST_TEXT // 2 :]
+        self.answers.say("error", name=type(error).__name__, value=value[:MOST_TEXT], traceback=text)
+
+
+def represent(value):
+    """All forms of an object. Plain ones need no more than their text."""
+    kind = type(value)
+    if kind in (int, float, bool, str, bytes, complex):
+        text = repr(value)
+        if len(text) <= MOST_TEXT:
+            return {"text": text}
+    if not displays:
+        exec(compile(DISPLAY, "<ringfence display>", "exec"), displays)
+    return displays["represent"](value)
+
+
+displays = {}
+
+
+def _is_figure(value):
+    return type(value).__module__.startswith("matplotlib.") and hasattr(value, "savefig")
+
+
+def _exit(code=None):
+    """``exit()`` ends the call, not the context."""
+    raise SystemExit(code)
+
+
+class Requests:
+    """Lines of JSON from a descriptor; long ones come in parts."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        held, parts = b"", {}
+        while True:
+            at = held.find(b"\n")
+            if at < 0:
+                try:
+                    data = os.read(self.source, 65536)
+                except InterruptedError:
+                    continue
+                if not data:
+                    return
+                held += data
+                continue
+            line, held = held[:at], held[at + 1 :]
+            try:
+                request = json.loads(line)
+                if request["op"] in ("part", "last"):
+                    parts[request["x"]] = parts.get(request["x"], "") + request["d"]
+                    if request["op"] == "part":
+                        continue
+                    request = json.loads(parts.pop(request["x"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+            yield request
+
+
+def main():
+    """Serve one context over descriptors 0 and 1."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    source, sink = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def send(data):
+        while data:
+            data = data[os.write(sink, data) :]
+
+    answers = Answers(send)
+    pipes = Pipes(answers)
+    pipes.start()
+    kernel = Kernel(Requests(source), answers, pipes)
+    answers.say("ready", version=sys.version.split()[0])
+    kernel.serve()
+
+
+if __name__ == "__main__":
+    main()
