@@ -1,0 +1,359 @@
+"""Doors, as the rest of Ringfence uses them: the proxy process is started, restarted, and told what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pwd
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ringfence.egress.door import DoorSpec
+from ringfence.egress.messages import Messages
+from ringfence.model import errors
+from ringfence.model.errors import NotFound, RingfenceError
+
+__all__ = ["DoorSpec", "Doors"]
+
+Dial = Callable[[], Awaitable[socket.socket]]
+_START = 30.0  # seconds for the process to come up
+_CALL = 60.0
+_BACKOFF = (0.05, 5.0)  # seconds between tries: the first, the longest
+_MOST_EVENTS = 10_000
+
+
+def egress_user() -> int:
+    """The user that the proxy runs as when we are root."""
+    for name in ("ringfence-egress", "nobody"):
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(name).pw_uid
+    return 65534
+
+
+class Doors:
+    """The doors of this process's sandboxes. Made by :meth:`start`; one event loop.
+
+    Every call may raise NodeUnavailable when the proxy process can't be reached.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._messages: Messages | None = None
+        self._specs: dict[str, tuple[DoorSpec, Dial]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._ready: asyncio.Future[None] | None = None
+        self._up = asyncio.Event()
+        self._listeners: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._relinking: set[str] = set()
+
+    @classmethod
+    async def start(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dns: str | None = None,
+        ca_file: str | None = None,
+        **settings: Any,
+    ) -> Doors:
+        """Start the proxy process, with its state in ``folder`` (made if missing, private).
+
+        Args:
+            folder: logs, secrets, counters, sockets. Several processes may share one.
+            dns: a DNS server to resolve names with, in place of the system's resolver.
+            ca_file: authorities for upstream certificates, in place of the system's.
+            settings: others of ``ringfence.egress.engine.Settings``.
+
+        Raises:
+            NodeUnavailable: the process does not come up.
+        """
+        path = Path(folder)
+        await asyncio.to_thread(_prepare, path)
+        values: dict[str, Any] = {"dns": dns, "ca_file": ca_file} | settings
+        if os.geteuid() == 0:
+            values["user"] = egress_user()
+        doors = cls(path, values)
+        await doors._launch()
+        return doors
+
+    # -- the process
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        try:
+            with open(self._folder / "proxy.log", "ab") as log:  # noqa: ASYNC230 - a local file, once
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "ringfence.egress", str(self._folder.absolute()), str(theirs.fileno()),
+                    json.dumps(self._settings),
+                    stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),),
+                    start_new_session=True, env=_environment(),
+                )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._ready = loop.create_future()
+        self._messages = Messages(ours, self._received, self._ended)
+        try:
+            async with asyncio.timeout(_START):
+                await self._ready
+        except (TimeoutError, errors.NodeUnavailable):
+            await self._reap()
+            text = await asyncio.to_thread(self._last_words)
+            raise errors.NodeUnavailable(f"the egress proxy did not start: {text}") from None
+        self._up.set()
+
+    def _last_words(self) -> str:
+        try:
+            data = (self._folder / "proxy.log").read_bytes()[-2000:]
+        except OSError:
+            return "it left no log"
+        lines = data.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][:300] if lines else "it said nothing"
+
+    async def _reap(self) -> None:
+        process, self._process = self._process, None
+        if self._messages is not None:
+            self._messages.close()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _ended(self) -> None:
+        """The process has gone: every door is shut until there is another."""
+        self._up.clear()
+        gone = errors.NodeUnavailable("the egress proxy has ended", hint="it is started again; try again")
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(gone)
+        self._waiting.clear()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(gone)
+        elif not self._closing:
+            self._spawn(self._restart())
+
+    async def _restart(self) -> None:
+        wait = _BACKOFF[0]
+        while not self._closing:
+            await self._reap()
+            try:
+                await self._launch()
+            except RingfenceError:
+                await asyncio.sleep(wait)
+                wait = min(wait * 2, _BACKOFF[1])
+                continue
+            self._publish({"event": "egress.restarted"})
+            for sandbox in list(self._specs):
+                self._relink(sandbox)
+            return
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- messages
+
+    def _received(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if "event" in message:
+            if message["event"] == "egress.ready":
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(None)
+                return
+            if message["event"] == "egress.link_lost":
+                self._relink(message["sandbox"])
+            self._publish(message)
+            return
+        waiter = self._waiting.pop(message.get("number", -1), None)
+        if waiter is None or waiter.done():
+            return
+        if "error" in message:
+            waiter.set_exception(_error(message["error"]))
+        else:
+            waiter.set_result(message.get("result"))
+
+    async def _call(self, command: str, *descriptors: int, **values: Any) -> Any:
+        if not self._up.is_set():
+            try:
+                async with asyncio.timeout(_START):
+                    await self._up.wait()
+            except TimeoutError:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                raise errors.NodeUnavailable("the egress proxy is not up") from None
+            except BaseException:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                raise
+        assert self._messages is not None
+        self._number += 1
+        number = self._number
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiter
+        self._messages.send({"number": number, "command": command, **values}, *descriptors)
+        try:
+            async with asyncio.timeout(_CALL):
+                return await waiter
+        except TimeoutError:
+            raise errors.NodeUnavailable(f"the egress proxy did not answer to {command}") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    # -- doors
+
+    async def open(self, spec: DoorSpec, dial: Dial) -> None:
+        """Open a sandbox's door; returns when its proxy ports listen inside.
+
+        Should the link or the proxy end, the sandbox is dialled again, until :meth:`close`.
+
+        Args:
+            spec: whose, and with which rules.
+            dial: gives a new connected socket to the sandbox's agent, e.g. ``Runtime.connect``.
+
+        Raises:
+            PolicyError: the rules are wrong.
+            GuestRefused, LinkLost: the agent can't serve it.
+        """
+        sock = await dial()
+        descriptor = os.dup(sock.fileno())
+        sock.close()
+        await self._call("open", descriptor, spec=_values(spec))
+        self._specs[spec.sandbox] = (spec, dial)
+
+    def _relink(self, sandbox: str) -> None:
+        if sandbox in self._specs and sandbox not in self._relinking and not self._closing:
+            self._relinking.add(sandbox)
+            self._spawn(self._open_again(sandbox))
+
+    async def _open_again(self, sandbox: str) -> None:
+        wait = _BACKOFF[0]
+        try:
+            while not self._closing and sandbox in self._specs:
+                spec, dial = self._specs[sandbox]
+                try:
+                    await self.open(spec, dial)
+                except (RingfenceError, OSError, TimeoutError):
+                    await asyncio.sleep(wait)
+                    wait = min(wait * 2, _BACKOFF[1])
+                    continue
+                if sandbox not in self._specs:
+                    continue
+                self._publish({"event": "egress.reopened", "sandbox": sandbox})
+                return
+        finally:
+            self._relinking.discard(sandbox)
+
+    async def update(self, sandbox: str, network: dict[str, Any]) -> int:
+        """Other rules, for open connections too; returns how many ended by it. The old ones stay on error.
+
+        Raises:
+            PolicyError: the rules are wrong.
+            NotFound: no door is open for it.
+        """
+        if sandbox not in self._specs:
+            raise NotFound(f"no door is open for sandbox {sandbox}")
+        result = await self._call("update", sandbox=sandbox, network=network)
+        spec, dial = self._specs[sandbox]
+        self._specs[sandbox] = (replace(spec, network=network), dial)
+        return int(result["ended"])
+
+    async def close(self, sandbox: str) -> None:
+        """Close a sandbox's door. Idempotent."""
+        if self._specs.pop(sandbox, None) is not None and self._up.is_set():
+            with contextlib.suppress(errors.NodeUnavailable):
+                await self._call("close", sandbox=sandbox)
+
+    async def status(self) -> dict[str, Any]:
+        """The process, and its doors with their connections."""
+        found: dict[str, Any] = await self._call("status")
+        return found
+
+    # -- events
+
+    def _publish(self, event: dict[str, Any]) -> None:
+        for queue in self._listeners:
+            if queue.qsize() >= _MOST_EVENTS:
+                queue.get_nowait()  # who does not listen misses the oldest
+            queue.put_nowait(event)
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """What happens from now on: denied, asked, over budget, alarms, restarts. Ends with :meth:`stop`."""
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._listeners.add(queue)
+        try:
+            while (event := await queue.get()).get("event") != "egress.stopped":
+                yield event
+        finally:
+            self._listeners.discard(queue)
+
+    async def stop(self) -> None:
+        """Close all doors and end the process. Idempotent."""
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._specs.clear()
+        if self._messages is not None:
+            self._messages.close()  # the process ends by itself when we have gone
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                async with asyncio.timeout(10.0):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        self._publish({"event": "egress.stopped"})
+
+    async def __aenter__(self) -> Doors:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+
+def _prepare(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in ("sockets",):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+    if os.geteuid() == 0:
+        user = egress_user()
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, user, user, follow_symlinks=False)
+
+
+def _environment() -> dict[str, str]:
+    kept = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "SSL_CERT_FILE", "SSL_CERT_DIR", "VIRTUAL_ENV")
+    return {name: os.environ[name] for name in kept if name in os.environ} | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _values(spec: DoorSpec) -> dict[str, Any]:
+    return asdict(spec) | {"lineage": list(spec.lineage)}
+
+
+def _error(values: dict[str, Any]) -> RingfenceError:
+    """The error that the process met, as one of ours."""
+    for kind in vars(errors).values():
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, RingfenceError)
+            and kind.code == values.get("code")
+            and kind is not errors.GuestRefused
+        ):
+            return kind(values.get("message", ""), hint=values.get("hint", ""), **values.get("details", {}))
+    return RingfenceError(values.get("message", "the egress proxy failed"), hint=values.get("hint", ""))

@@ -1,0 +1,119 @@
+"""Tunnels: CONNECT, SOCKS5, and connections that were caught on their way.
+
+A tunnel is not a promise about what goes through it. Its first bytes are looked at: TLS has to name the host
+that the tunnel was asked for; HTTP in the clear is judged like any request; anything else needs a rule that
+says ``protocol: tcp``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+
+from ringfence.egress import hello as tls
+from ringfence.egress.door import Flow, Grant, Refused, refused
+from ringfence.egress.http1 import Reader
+from ringfence.egress.names import Host
+from ringfence.egress.policy import Decision
+from ringfence.egress.proxying import Requests
+from ringfence.egress.relay import relay
+from ringfence.egress.streams import BROKEN, Rewound, Stream
+from ringfence.egress.upstream import Unreachable
+
+_FIRST_BYTES = 15.0  # seconds that a client may take for its first message
+_HTTP = re.compile(rb"[A-Z]{3,10} [/*h]")
+_MAYBE_HTTP = re.compile(rb"[A-Z]{0,10}(?: [/*h]?)?")
+
+
+async def through(flow: Flow, stream: Stream, host: Host, port: int, head: bytes = b"") -> None:
+    """Serve a tunnel to a host whose client was told that it is open.
+
+    Raises:
+        Refused, Unreachable: what goes through it is not allowed; the client has been told if that can be.
+    """
+    door = flow.door
+    decision = door.rules.connect(host, port, "tcp")
+    if decision.allowed and door.rules.about(host, port)[0].protocol == "tcp":
+        grant = await door.admit(flow, host, port, "tcp")
+        flow.protocol = "tcp"
+        await _raw(flow, Rewound(stream, head), grant)
+        return
+    reader = Reader(stream, head)
+    kind, found = await _look(reader)
+    if kind == "tls" and found is not None:
+        flow.protocol = "tls"
+        try:
+            await _tls(flow, reader, host, port, found)
+        except (Refused, Unreachable) as error:
+            with contextlib.suppress(*BROKEN):
+                await stream.write(tls.alert(49 if isinstance(error, Refused) else 80))
+            raise
+    elif kind == "http":
+        flow.protocol = "http"
+        requests = Requests(flow, reader, ("http", host, port))
+        await requests.serve()
+    elif decision.allowed:
+        grant = await door.admit(flow, host, port, "tcp")
+        flow.protocol = "tcp"
+        await _raw(flow, Rewound(stream, reader.take()), grant)
+    else:
+        raise Refused(decision)
+
+
+async def _look(reader: Reader) -> tuple[str, tls.Hello | None]:
+    """What the first bytes are: tls (with its hello), http, or other."""
+    try:
+        async with asyncio.timeout(_FIRST_BYTES):
+            while True:
+                held = reader.peek()
+                if held:
+                    if held[0] == 22:
+                        found = tls.parse(held)
+                        if found is not None:
+                            return "tls", found
+                    elif _HTTP.match(held):
+                        return "http", None
+                    elif not _MAYBE_HTTP.fullmatch(held):
+                        return "other", None
+                if not await reader.more():
+                    return "other", None
+    except tls.NotTls as error:
+        raise refused("tls", f"the TLS is refused: {error}") from None
+    except TimeoutError:
+        raise refused(
+            "silent", "the client said nothing: a protocol in which servers begin needs protocol: tcp"
+        ) from None
+
+
+async def _tls(flow: Flow, reader: Reader, host: Host, port: int, hello: tls.Hello) -> None:
+    door = flow.door
+    if hello.name is None and host.name:
+        raise refused("sni", f"TLS for {host} without its name (SNI)")
+    if hello.name is not None and (not host.name or door.host(hello.name) != host):
+        raise refused("sni", f"the tunnel is for {host}, and TLS asks for {hello.name[:100]}")
+    grant = await door.admit(flow, host, port, "tls")
+    flow.rule = grant.rule
+    patience = door.network.connect_timeout
+    if door.rules.tls_mode(host, port) == "inspect":
+        raise refused("inspect", "inspection is not ready")
+    proven = await door.engine.upstreams.prove(host, port, grant.addresses, patience)
+    await _raw(flow, Rewound(reader.stream, reader.take()), Grant(host, port, grant.rule, tuple(proven)))
+
+
+async def _raw(flow: Flow, stream: Stream, grant: Grant) -> None:
+    door = flow.door
+    flow.rule = grant.rule
+    outer, address = await door.engine.upstreams.connect(
+        grant.host, grant.port, grant.addresses, door.network.connect_timeout
+    )
+    flow.address = str(address)
+    end = "ended"
+    try:
+        end = await relay(flow, stream, outer, door.network.idle_timeout)
+    except asyncio.CancelledError:
+        end = "cut"
+        raise
+    finally:
+        flow.record(flow.cut or Decision(True, "allowed", grant.rule), end=end)
+        outer.abort() if end != "ended" else await outer.close()
