@@ -1,0 +1,37 @@
+"""Health, the description of the API, the service's own metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ringfence
+from ringfence.api.calls import Answer, Call
+from ringfence.api.routing import Routes
+
+routes = Routes("system")
+
+
+@routes.get("/healthz", scope="")
+async def healthz(call: Call) -> dict[str, Any]:
+    """Whether this process serves. Says nothing about what it needs."""
+    return {"status": "ok", "version": ringfence.__version__}
+
+
+@routes.get("/readyz", scope="")
+async def readyz(call: Call) -> Answer:
+    """Whether store and placement answer; 503 while they don't, or while the process is on its way out."""
+    ready = not call.service.draining.is_set() and await call.service.ready()
+    return Answer(200 if ready else 503, {"status": "ready" if ready else "not ready"})
+
+
+@routes.get("/openapi.json", scope="")
+async def openapi(call: Call) -> Answer:
+    """This description."""
+    return Answer(200, call.service.openapi, media="application/json")
+
+
+@routes.get("/metrics", scope="admin", answer="text/plain")
+async def metrics(call: Call) -> Answer:
+    """Metrics of this process for Prometheus: of all projects, hence the scope."""
+    text = call.service.metrics.text()
+    return Answer(200, text, media="text/plain; version=0.0.4; charset=utf-8")
