@@ -49,6 +49,9 @@ wanted() {
 	podman=podman
 	htpasswd=apache2-utils
 	pg_ctlcluster=postgresql
+	slirp4netns=slirp4netns
+	curl=curl
+	wget=wget
 	LIST
     [ "$MODE" != fuzz ] || echo clang=clang
 }

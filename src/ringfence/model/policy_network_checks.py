@@ -59,6 +59,16 @@ def duration_text(value: float) -> str:
     return format_duration(value) if 0 <= value < 1e12 else str(value)
 
 
+def _is_ipv4_range(text: str) -> bool:
+    import ipaddress
+
+    try:
+        ipaddress.IPv4Network(text, strict=False)
+    except ValueError:
+        return False
+    return text.partition("/")[2].isdigit() or "/" not in text
+
+
 def network_problems(network: Network) -> Iterator[Problem]:
     """Everything that is wrong with the network part, in the order of the file."""
     if network.allow and network.mode == "none":
@@ -67,12 +77,14 @@ def network_problems(network: Network) -> Iterator[Problem]:
             "is none, so the rules in allow would never be used",
             "write mode: egress, or remove allow",
         )
-    if network.allow and network.mode == "open":
-        yield Problem(
-            "network.mode",
-            "is open, so the rules in allow would not hold",
-            "write mode: egress, or remove allow",
-        )
+    for index, rule in enumerate(network.allow if network.mode == "open" else ()):
+        # All that is public can be reached: what a rule adds is a private range, by its addresses.
+        if not _is_ipv4_range(rule.host) or rule.methods or rule.paths or rule.inject:
+            yield Problem(
+                f"network.allow[{index}]",
+                "is in a policy whose network is open, where rules can only name private IPv4 ranges",
+                "write mode: egress, or remove the rule; a private range is named as in 10.1.0.0/16",
+            )
     for index, rule in enumerate(network.allow):
         yield from _rule(rule, f"network.allow[{index}]")
     yield from between("network.askTimeout", network.ask_timeout, 1, 3600, duration_text)

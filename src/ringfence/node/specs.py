@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringfence.node import identities
 from ringfence.node.cgroups import Group, GroupLimits
 from ringfence.node.supervising import Watched
-from ringfence.runtimes.contract import StartSpec
+from ringfence.runtimes.contract import Bind, StartSpec
 
 if TYPE_CHECKING:
+    from ringfence.model.policy import Network
     from ringfence.model.sandbox import SandboxRequest
     from ringfence.node.service import Node
     from ringfence.runtimes.contract import Capabilities, Disk, Identity, RootFs, Runtime
@@ -48,6 +50,8 @@ def start_spec(
 ) -> StartSpec:
     """What a driver is told. ``wall`` names it if it is not the sandbox's first one."""
     size, process = request.policy.wall.resources, request.policy.wall.process
+    if request.policy.door.network.mode == "open":
+        root = _with_names(root, folder)
     return StartSpec(
         id=wall or name,
         folder=str(folder),
@@ -66,6 +70,7 @@ def start_spec(
         host_functions=process.host_functions,
         workdir=root.workdir or WORKSPACE,
         gpus=size.gpus,
+        open_to=_open_to(request.policy.door.network),
     )
 
 
@@ -76,6 +81,22 @@ def _environment(network: str) -> dict[str, str]:
     from ringfence.guest import doors
 
     return doors.environment()
+
+
+def _open_to(network: Network) -> tuple[tuple[str, int], ...]:
+    if network.mode != "open":
+        return ()
+    return tuple((rule.host, port) for rule in network.allow for port in rule.ports)
+
+
+def _with_names(root: RootFs, folder: Path) -> RootFs:
+    """The root with a resolver: in network mode open programs ask it themselves."""
+    from ringfence.runtimes.networking import RESOLV
+
+    path = folder / "resolv.conf"
+    path.write_text(RESOLV)
+    path.chmod(0o644)
+    return replace(root, binds=(*root.binds, Bind(str(path), "/etc/resolv.conf")))
 
 
 def limits_of(node: Node, request: SandboxRequest, disk: Disk, has: Capabilities) -> dict[str, str]:

@@ -73,7 +73,7 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
             recover=True,
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
-            network=("none", "egress"),
+            network=("none", "egress", "open"),
             transparent=True,
         )
 
@@ -158,10 +158,6 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
                 "bubblewrap maps one user only, so user 0 would be nobody's root",
                 hint="use the jail runtime, or user 1000",
                 capability="user_zero",
-            )
-        if spec.network == "open":
-            raise Unsupported(
-                "no open network here", hint="use network mode none or egress", capability="network"
             )
         for lower in spec.root.lowers:
             if not os.path.isdir(lower):

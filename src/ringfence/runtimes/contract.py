@@ -211,6 +211,7 @@ class StartSpec:
     memory: int = 0  # bytes; drivers with own accounting (VMs) use it
     cpus: float = 0
     host_functions: tuple[str, ...] = ()  # `module.name` of what the policy lets a WebAssembly module call
+    open_to: tuple[tuple[str, int], ...] = ()  # network mode open: private ranges that are named, a port each
     gpus: int = 0  # whole GPUs; drivers without ``Capabilities.gpu`` are never asked for one
 
 

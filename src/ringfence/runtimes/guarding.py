@@ -126,10 +126,8 @@ class Guarded:
         try:
             async with asyncio.timeout(seconds):
                 partial = handle = await start(spec)
-                if spec.network == "egress" and self.driver.capabilities().transparent:
-                    from ringfence.runtimes import networking
-
-                    handle = await networking.catch(cast(Any, self.driver), handle)
+                if spec.network != "none":
+                    partial = handle = await self._connected(spec, handle)
         except BaseException as error:
             left = await _to_the_end(self._undo(partial))
             self._walls.pop(spec.id, None)
@@ -149,6 +147,17 @@ class Guarded:
                 id=spec.id,
             ) from error
         wall.handle, wall.state = handle, "running"
+        return handle
+
+    async def _connected(self, spec: StartSpec, handle: Handle) -> Handle:
+        """The wall with its network; nothing of the workload runs yet."""
+        from ringfence.runtimes import networking
+
+        able, driver = self.driver.capabilities(), cast(Any, self.driver)
+        if spec.network == "open" and able.transparent:
+            return await networking.open_up(driver, handle, spec.open_to, not spec.ephemeral)
+        if spec.network == "egress" and able.transparent:
+            return await networking.catch(driver, handle)
         return handle
 
     async def recover(self, handle: Handle) -> bool:
@@ -184,6 +193,7 @@ class Guarded:
         wall.exit = await self.driver.wait(wall.handle)
         if wall.state == "running":
             wall.state = "ended"
+        _disconnect(wall.handle)
         return wall.exit
 
     async def stop(self, handle: Handle, grace: float) -> None:
@@ -223,6 +233,7 @@ class Guarded:
                 hint="try again; if it stays, look at the processes below it",
                 id=wall.handle.id,
             ) from None
+        _disconnect(wall.handle)
         wall.state = "destroyed"
         self._walls.pop(wall.handle.id, None)
         self._gone[wall.handle.id] = wall
@@ -281,7 +292,15 @@ class Guarded:
             return f"; undoing it took more than {DESTROY_DEADLINE:g} s, look into {partial.folder}"
         except Exception as error:
             return f"; undoing it failed: {error}"
+        _disconnect(partial)
         return ""
+
+
+def _disconnect(handle: Handle) -> None:
+    if handle.data.get("network") == "open":
+        from ringfence.runtimes import networking
+
+        networking.close_down(handle)
 
 
 class _Deadline:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from ringfence.model.errors import HostLimit, StartFailed, Unsupported
+from ringfence.model.errors import HostLimit, StartFailed
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVICE_LINKS, DEVICES, DEVPTS, STAGE
 from ringfence.runtimes.contract import Bind, Capabilities, Handle, Identity, Probe, RootFs, StartSpec
@@ -88,7 +88,7 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
             disk_snapshot=True,
-            network=("none", "egress"),
+            network=("none", "egress", "open"),
             transparent=True,
         )
 
@@ -100,10 +100,6 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
 
     async def start(self, spec: StartSpec) -> Handle:
         """See the contract."""
-        if spec.network == "open":
-            raise Unsupported(
-                "the jail gives no open network", hint="use network mode none or egress", capability="network"
-            )
         if spec.root.disk.kind == "image" and not self.context.root:
             raise HostLimit(
                 "only root can mount a disk image",

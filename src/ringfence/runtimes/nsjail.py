@@ -64,7 +64,7 @@ class NsjailRuntime(ForeignRuntime):
             disk_limit=True,
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
             disk_snapshot=True,
-            network=("none", "egress"),
+            network=("none", "egress", "open"),
             transparent=True,
         )
 

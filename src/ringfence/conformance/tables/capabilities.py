@@ -22,14 +22,20 @@ _JAIL = Capabilities(
     disk_limit=True,
     pause=True,
     disk_snapshot=True,
-    network=("none", "egress"),
+    network=("none", "egress", "open"),
     transparent=True,
 )
 _BUBBLEWRAP = replace(_JAIL, overlay=False, user_zero=False, disk_snapshot=False)
 # runsc makes its own user namespaces only where more than one id can be mapped: left to root.
 # Its network is its own kernel's: what ignores proxies can't be caught there, and reaches nothing.
 _GVISOR = replace(
-    _JAIL, rootless=False, disk_snapshot=True, memory_snapshot=True, gpu=True, transparent=False
+    _JAIL,
+    rootless=False,
+    disk_snapshot=True,
+    memory_snapshot=True,
+    gpu=True,
+    network=("none", "egress"),
+    transparent=False,
 )
 _WASM = replace(
     _JAIL, user_zero=False, pty=False, ports=False, watch=False, programs=False, network=("none",),
@@ -46,7 +52,7 @@ _MACHINE = Capabilities(
     host_template=False,
     network=("none", "egress"),
 )
-_ENGINE = replace(_BUBBLEWRAP, user_zero=True)
+_ENGINE = replace(_BUBBLEWRAP, user_zero=True, network=("none", "egress"))
 _FAKE = Capabilities(rootless=True, recover=True)
 
 _FIRECRACKER = Capabilities(

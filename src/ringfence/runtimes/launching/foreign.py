@@ -179,7 +179,7 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
     def _check(self, spec: StartSpec) -> None:
         if self.program is None:
             raise RuntimeUnavailable(f"{self.program_name} is not installed", hint=self.remedy)
-        if spec.network == "open":
+        if spec.network == "open" and not self.capabilities().transparent:
             raise Unsupported(
                 f"{self.name} gives no open network",
                 hint="use network mode none or egress",

@@ -42,7 +42,7 @@ class OciRuntime(ForeignRuntime):
             pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
             disk_snapshot=True,
             gpu=self.context.root,  # device nodes are made anew for the wall
-            network=("none", "egress"),
+            network=("none", "egress", "open"),
             transparent=True,
         )
 
