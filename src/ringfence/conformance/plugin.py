@@ -27,6 +27,7 @@ LISTED = "listed: "  # a skip whose reason begins so was decided by a committed 
 _COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
 
 pytest.register_assert_rewrite("ringfence.conformance.suites", "ringfence.conformance.harness")
+pytest.register_assert_rewrite("ringfence.conformance.suites_store")
 
 
 def needs(*capabilities: str) -> pytest.MarkDecorator:
@@ -59,6 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="run the conformance and security suites on this runtime only "
         "(repeatable; default: every runtime of the committed table)",
+    )
+    group.addoption(
+        "--ringfence-store-opener",
+        default="ringfence.store.opening:open_store",
+        metavar="MODULE:FUNCTION",
+        help="the coroutine function that opens the store under test by its address (default: %(default)s)",
     )
     group.addoption(
         "--ringfence-report",
@@ -178,6 +185,18 @@ def ringfence_state() -> Generator[Path, None, None]:
     with tempfile.TemporaryDirectory(prefix="rf-conformance-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o711)
         yield Path(folder)
+
+
+@pytest.fixture
+def ringfence_store_opener(request: pytest.FixtureRequest) -> str:
+    """What opens the store under test: ``module:function``."""
+    return str(request.config.getoption("--ringfence-store-opener"))
+
+
+@pytest.fixture
+def ringfence_store_address(tmp_path: Path) -> str:
+    """The address of an empty store of the test's own; a conftest overrides it for other kinds."""
+    return str(tmp_path / "store.db")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
