@@ -10,9 +10,10 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ringfence.control.core import Settings
+from ringfence.control.principals import Principal
 from ringfence.control.records import CreateSandbox
 from ringfence.control.service import Control
 from ringfence.model.policy import MIB, Isolation, Limits, Policy, Process, Resources
@@ -24,14 +25,9 @@ READY_TIME = 60.0
 QUICK = Settings(heartbeat=0.3, process_time=3.0, reconcile=0.3, due=0.1, lost_grace=1.0)
 
 
-class Caller(NamedTuple):
-    """Who asks, in tests: has the fields of a principal."""
-
-    organisation: str = "local"
-    project: str = "default"
-    user: str = "tester"
-    key_id: str = ""
-    scopes: frozenset[str] = frozenset({"read", "run", "admin"})
+SCOPES = ("read", "run", "admin")
+ALICE = Principal("local", "default", "alice", "key-1", SCOPES)
+MALLORY = Principal("local", "other", "mallory", "key-2", SCOPES)
 
 
 class NodeProcess:

@@ -21,6 +21,7 @@ from ringfence.model.errors import (
     StoreUnavailable,
     WrongState,
 )
+from ringfence.model.policy import Policy
 from ringfence.model.states import FINAL, State, may_follow
 from ringfence.model.values import dataclass
 from ringfence.placement.contract import Placement
@@ -55,25 +56,24 @@ class Settings:
 
 
 class Admission(Protocol):
-    """What a project may have, as changes of counters that its sandboxes' commits carry."""
+    """What a project may have, as changes of counters that the commits of what it makes carry. See
+    :class:`ringfence.control.quotas.Quotas`.
+    """
 
-    async def admission(self, project: str, policy: Any) -> Sequence[Change]:
-        """For one more sandbox of this policy."""
+    async def admission(self, project: str, policy: Policy) -> Sequence[Change]:
+        """For one more sandbox; without a project: for a pool's member."""
 
-    async def release(self, project: str, policy: Any) -> Sequence[Change]:
+    async def claim(self, project: str, policy: Policy) -> Sequence[Change]:
+        """For a member that becomes a project's."""
+
+    async def release(self, project: str, policy: Policy) -> Sequence[Change]:
         """For one less."""
 
+    async def storage(self, project: str, more: int) -> Sequence[Change]:
+        """For so many bytes more, or less."""
 
-class Unlimited:
-    """No quota at all."""
-
-    async def admission(self, project: str, policy: Any) -> Sequence[Change]:
-        """Nothing to count."""
-        return ()
-
-    async def release(self, project: str, policy: Any) -> Sequence[Change]:
-        """Nothing to count."""
-        return ()
+    async def pool(self, project: str, more: int) -> Sequence[Change]:
+        """For a pool of so many members more, or less."""
 
 
 class Clock:
@@ -98,13 +98,13 @@ class Core:
         placement: Placement,
         owner: str,
         *,
-        admission: Admission | None = None,
+        admission: Admission,
         settings: Settings | None = None,
     ) -> None:
         self.store = store
         self.placement = placement
         self.owner = owner
-        self.admission: Admission = admission or Unlimited()
+        self.admission = admission
         self.settings = settings or Settings()
         self.now = Clock().now
         self.starts = asyncio.Semaphore(self.settings.parallel_starts)
@@ -115,6 +115,7 @@ class Core:
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self._locks: dict[str, list[Any]] = {}
         self.saw: Callable[[Row], None] = _nothing  # told of every row committed here
+        self.released: Callable[[str], None] = _nothing  # told the pool of each sandbox that ended
         self.stale: Callable[[str], None] = _nothing  # told of every row changed anywhere
         self.closing = False
 

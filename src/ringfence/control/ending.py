@@ -15,7 +15,7 @@ from ringfence.model.errors import LeaseLost, NodeUnavailable, NotFound, Ringfen
 from ringfence.model.levels import Cause
 from ringfence.model.policies import from_dict
 from ringfence.model.states import State
-from ringfence.store.contract import Change, Remove
+from ringfence.store.contract import Add, Change, Remove
 
 # Every state from which somebody may begin the end. STOPPING: somebody did.
 ENDABLE = (
@@ -153,22 +153,30 @@ class Ending:
             **facts,
         )
         self.links.forget(sandbox.id)
+        core.released(sandbox.pool)
         return ended
 
     async def _gone(self, sandbox: Sandbox, changes: Sequence[Change]) -> Sandbox:
         """A pool's member that nobody ever used leaves nothing but its event."""
         core = self.core
         told = core.event("removed", sandbox.id, sandbox.project, cause=sandbox.cause)
-        await core.commit(Remove(sandbox.row.kind, sandbox.id, sandbox.revision), *changes, told)
+        gone = [
+            Remove(sandbox.row.kind, sandbox.id, sandbox.revision),
+            *await idempotency.lost(core, sandbox),
+        ]
+        await core.commit(*gone, *changes, told)
         core.wake(sandbox.id)
         self.links.forget(sandbox.id)
         return sandbox
 
     async def released(self, sandbox: Sandbox) -> tuple[Change, ...]:
         """What it counted for, given back."""
-        if not sandbox.document.get("charged"):
-            return ()
-        return tuple(await self.core.admission.release(sandbox.project, from_dict(dict(sandbox.policy))))
+        counters = sandbox.document.get("counters", ())
+        changes: list[Change] = [Add(str(name), -1) for name in counters]
+        if sandbox.document.get("charged"):
+            policy = from_dict(dict(sandbox.policy))
+            changes += await self.core.admission.release(sandbox.project, policy)
+        return tuple(changes)
 
     async def end(self, sandbox: Sandbox, cause: Cause | str, **facts: Any) -> Sandbox:
         """Both, as far as it goes now. Ending what ends or has ended already changes nothing."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ringfence.control.core import Core
 from ringfence.control.records import KIND, Sandbox
 from ringfence.model import errors
-from ringfence.model.errors import IdempotencyConflict, NotFound, RingfenceError
+from ringfence.model.errors import DeadlineExceeded, IdempotencyConflict, NotFound, RingfenceError
 from ringfence.model.states import State
 from ringfence.store.contract import Put, Remove, Row
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 KEYS = "idempotency"
 CLAIMING = "claiming"  # the key's sandbox is a pool's member whose id nobody knew when the key was written
-WAITING = "waiting"  # it waits in a queue
+_PATIENCE = 150.0  # seconds; a queue is shorter
 MADE = "made"
 
 
@@ -53,8 +55,11 @@ async def replay(core: Core, principal: Principal, key: str, digest: str) -> str
         IdempotencyConflict: it came with another request.
     """
     id = key_id(principal, key)
+    end = time.monotonic() + _PATIENCE
     with core.changes_of(id) as changed:
         while True:
+            if time.monotonic() > end:
+                raise DeadlineExceeded("the first request with this key has no answer yet", hint="try again")
             changed.clear()
             try:
                 row = await core.store.get(KEYS, id)
@@ -103,6 +108,18 @@ async def settled(core: Core, sandbox: Sandbox) -> tuple[Put, ...]:
         return ()
     document = {**row.document, "sandbox": sandbox.id}
     return (Put(replace(row, state=MADE, document=document)),)
+
+
+async def lost(core: Core, sandbox: Sandbox) -> tuple[Remove, ...]:
+    """What the removal of a claimed member says of its key: it has made nothing."""
+    id = sandbox.document.get("key")
+    if not id:
+        return ()
+    with contextlib.suppress(NotFound):
+        row = await core.store.get(KEYS, str(id))
+        if not row.document["sandbox"]:
+            return (Remove(KEYS, row.id, row.revision),)
+    return ()
 
 
 def failure(error: Mapping[str, Any], id: str) -> RingfenceError:

@@ -15,6 +15,7 @@ from ringfence.model.errors import (
     InvalidRequest,
     NodeUnavailable,
     NotFound,
+    QuotaExceeded,
     RingfenceError,
     Unsupported,
 )
@@ -241,12 +242,18 @@ class Powers:
             # A snapshot with memory ends every link.
             self.links.drop(str(document["sandbox"]))
         ready = {key: value for key, value in document.items() if key != "actor"}
-        ready |= {"facts": dict(facts), "kind": facts.get("kind", document.get("kind"))}
+        size = int(facts.get("size") or 0)
+        ready |= {"facts": dict(facts), "kind": facts.get("kind", document.get("kind")), "charged": size}
         due = core.now() + TEMPORARY_TIME if document.get("temporary") else None
-        (done,) = await core.commit(
-            Put(replace(row, state=READY, document=ready, due=due)),
-            self._told(row, "ready", kind=ready["kind"]),
-        )
+        try:
+            (done,) = await core.commit(
+                Put(replace(row, state=READY, document=ready, due=due)),
+                *await core.admission.storage(row.project, size),
+                self._told(row, "ready", kind=ready["kind"]),
+            )
+        except QuotaExceeded:
+            await self.remove_snapshot(row)
+            raise
         return done
 
     def _told(self, row: Row, name: str, **data: Any) -> Event:
@@ -286,7 +293,10 @@ class Powers:
             await core.placement.remove_snapshot(row.id)
         except NodeUnavailable:
             return  # the reconciler asks again
-        await core.commit(Remove(SNAPSHOT, row.id), self._told(row, "removed"))
+        charged = int(row.document.get("charged") or 0)
+        less = await core.admission.storage(row.project, -charged) if charged else ()
+        with contextlib.suppress(Conflict):  # somebody else has removed it
+            await core.commit(Remove(SNAPSHOT, row.id, row.revision), *less, self._told(row, "removed"))
 
 
 def shown(row: Row) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringfence.control.core import Core, log
 from ringfence.control.ending import ENDABLE, Ending
@@ -32,6 +32,9 @@ from ringfence.model.states import FINAL, State
 from ringfence.placement.contract import Placed
 from ringfence.store.contract import Remove, Row
 
+if TYPE_CHECKING:
+    from ringfence.control.claiming import Claims
+
 LEASE = "reconciler"
 STUCK = 5.0  # seconds that whoever starts something may be late to give up
 _TIMED = (State.RUNNING, State.PAUSED, State.PENDING, State.STARTING, State.STOPPING)
@@ -47,7 +50,7 @@ class Reconciler:
         self.starting = starting
         self.powers = powers
         self.also: list[Callable[[], Awaitable[None]]] = []  # of jobs, volumes …: every pass
-        self.claims: Callable[[Sandbox, str], Awaitable[Any]] | None = None  # finishes a pool's claim
+        self.claims: Claims | None = None
         self._dead: dict[str, bool] = {}
         self._doing: set[str] = set()
         self.passes = 0
@@ -202,9 +205,11 @@ class Reconciler:
 
     # -- half done
 
-    async def _abandoned(self, actor: str) -> bool:
+    async def abandoned(self, actor: str) -> bool:
         """Whether nobody acts under this token any more."""
         core = self.core
+        if not actor:
+            return True
         owner = actor.rsplit("/", 1)[0]
         if owner == core.owner:
             return not core.acts(actor)
@@ -219,7 +224,7 @@ class Reconciler:
         """Go on with a transition whose process is gone."""
         core = self.core
         actor = str(sandbox.document.get("actor", ""))
-        if actor and not await self._abandoned(actor):
+        if not await self.abandoned(actor):
             return
         if sandbox.state is State.STOPPING and float(sandbox.document.get("retry") or 0.0) > core.now():
             return
@@ -242,9 +247,10 @@ class Reconciler:
             await self.powers.finish_pause(sandbox, token)
         elif state is State.RESUMING:
             await self.powers.finish_resume(sandbox, token)
-        elif sandbox.document.get("member"):
-            if self.claims is not None:
-                await self.claims(sandbox, token)
+        elif sandbox.document.get("member") and self.claims is not None:
+            await self.claims.resume(sandbox, token)
+        elif sandbox.document.get("queued") and self.claims is not None:
+            await self.claims.requeue(sandbox, token)
         else:
             await self.starting.resume(sandbox, token)
 
@@ -252,7 +258,7 @@ class Reconciler:
         core = self.core
         for row in await core.store.find(SNAPSHOT, states=[MAKING, REMOVING], limit=500):
             actor = str(row.document.get("actor", ""))
-            if row.state == MAKING and actor and not await self._abandoned(actor):
+            if row.state == MAKING and not await self.abandoned(actor):
                 continue
             # Nobody waits for what was being made: whoever asked got an error.
             self.soon(row.id, self.powers.remove_snapshot(row))
@@ -312,7 +318,7 @@ class Reconciler:
         """Its start's time is over; whoever was at it is stuck or gone."""
         actor = str(sandbox.document.get("actor", ""))
         stuck = self.core.now() >= float(sandbox.document["start_by"]) + STUCK
-        if actor and not stuck and not await self._abandoned(actor):
+        if not stuck and not await self.abandoned(actor):
             return
         await self.ending.end(
             sandbox,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from ringfence.model.states import FINAL, State
 from ringfence.store.contract import Change, Event, Put, Row
 
 if TYPE_CHECKING:
-    from ringfence.control.pools import Pools
+    from ringfence.control.claiming import Claims
     from ringfence.control.principals import Principal
 
 MOST_FORKS = 64
@@ -49,7 +49,7 @@ class Sandboxes:
         self.ending = ending
         self.starting = starting
         self.powers = powers
-        self.pools: Pools | None = None
+        self.claims: Claims | None = None
 
     # -- create
 
@@ -93,8 +93,8 @@ class Sandboxes:
 
     async def _create(self, principal: Principal, request: CreateSandbox) -> Sandbox:
         request = await self._completed(principal, request)
-        if self.pools is not None:
-            served = await self.pools.serve(principal, request)
+        if self.claims is not None:
+            served = await self.claims.serve(principal, request)
             if served is not None:
                 return served
         return await self.on_demand(principal, request)
@@ -123,24 +123,25 @@ class Sandboxes:
         *,
         pool: str = "",
         key: str = "",
+        counters: Sequence[str] = (),
         changes: Sequence[Change] = (),
+        committed: Callable[[], None] = lambda: None,
         event: Mapping[str, Any] | None = None,
     ) -> Sandbox:
-        """Start one now, outside of any pool's members; ``pool`` and ``key`` say for which it counts."""
+        """Start one now, outside of any pool's members; ``pool`` and ``key`` say for which it counts, and
+        ``counters`` what it gives back at its end.
+        """
         core = self.core
         token = core.token()
         try:
-            row = self._row(principal, request, token, pool=pool, key=key)
-            admitted = await core.admission.admission(principal.project, request.policy)
-            key_put: tuple[Change, ...] = ()
-            if request.idempotency_key:
-                made = idempotency.key_row(core, principal, request.idempotency_key, request.digest, row.id)
-                key_put = (await self._key_put(made),)
-            told = core.event("created", row.id, row.project, state=row.state, **(event or {}))
-            rows = await core.commit(*key_put, Put(row), *admitted, *changes, told)
+            row, accepted = await self.accepted(
+                principal, request, token, pool=pool, key=key, counters=counters, event=event
+            )
+            rows = await core.commit(*accepted, *changes)
         except BaseException:
             core.done(token)
             raise
+        committed()
         sandbox = Sandbox.from_row(next(each for each in rows if each.kind == KIND and each.id == row.id))
         unstored = Unstored(request.secrets, request.files) if request.secrets or request.files else None
         task = self.starting.begin(sandbox, token, unstored)
@@ -148,8 +149,52 @@ class Sandboxes:
             return sandbox
         return await asyncio.shield(task)
 
-    async def _key_put(self, made: Row) -> Put:
-        """The put of a key; over the one that a claim of ours that failed has left."""
+    async def accepted(
+        self,
+        principal: Principal,
+        request: CreateSandbox,
+        token: str,
+        *,
+        pool: str = "",
+        key: str = "",
+        counters: Sequence[str] = (),
+        queued: str = "",
+        wait: float = 0.0,
+        event: Mapping[str, Any] | None = None,
+    ) -> tuple[Row, list[Change]]:
+        """The row of a new sandbox, and all that has to be written with it. ``queued``: the ticket with which
+        it waits for its start, at most ``wait`` seconds.
+        """
+        core = self.core
+        now = core.now()
+        start_by = now + wait + request.start_timeout
+        document = self.document(principal, request) | {"actor": token, "start_by": start_by, "pool": pool}
+        if counters:
+            document["counters"] = list(counters)
+        if queued:
+            document["queued"] = queued
+        row = Row(
+            KIND,
+            new_id("sb"),
+            principal.project,
+            (State.PENDING if queued else State.STARTING).value,
+            key=key,
+            due=start_by,
+            created=now,
+            labels=dict(request.labels),
+            document=document,
+        )
+        changes: list[Change] = []
+        if request.idempotency_key:
+            made = idempotency.key_row(core, principal, request.idempotency_key, request.digest, row.id)
+            changes.append(await self.key_put(made))
+        changes.append(Put(row))
+        changes += await core.admission.admission(principal.project, request.policy)
+        changes.append(core.event("created", row.id, row.project, state=row.state, **(event or {})))
+        return row, changes
+
+    async def key_put(self, made: Row) -> Put:
+        """The put of a key; over the one that has led to no sandbox so far."""
         try:
             known = await self.core.store.get(made.kind, made.id)
         except NotFound:
@@ -157,25 +202,6 @@ class Sandboxes:
         if known.document["sandbox"] or known.document["digest"] != made.document["digest"]:
             raise Conflict("this idempotency key is in use")
         return Put(replace(made, revision=known.revision))
-
-    def _row(self, principal: Principal, request: CreateSandbox, token: str, *, pool: str, key: str) -> Row:
-        now = self.core.now()
-        document = self.document(principal, request) | {
-            "actor": token,
-            "start_by": now + request.start_timeout,
-            "pool": pool,
-        }
-        return Row(
-            KIND,
-            new_id("sb"),
-            principal.project,
-            State.STARTING.value,
-            key=key,
-            due=now + request.start_timeout,
-            created=now,
-            labels=dict(request.labels),
-            document=document,
-        )
 
     def document(self, principal: Principal, request: CreateSandbox) -> dict[str, Any]:
         """What a request says, as the row has it."""

@@ -7,12 +7,17 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
+from ringfence.control.claiming import Claims
 from ringfence.control.core import Admission, Core, Settings
 from ringfence.control.ending import Ending
 from ringfence.control.links import Links
+from ringfence.control.pools import Pools
 from ringfence.control.powers import Powers
+from ringfence.control.queueing import Queues
+from ringfence.control.quotas import Quotas
 from ringfence.control.reconciling import Reconciler, process_lease
 from ringfence.control.records import Sandbox
+from ringfence.control.refilling import Refilling
 from ringfence.control.sandboxes import Sandboxes
 from ringfence.control.starting import Starting
 from ringfence.guest.link import GuestLink
@@ -32,8 +37,9 @@ class Control:
         async with Control(store, placement, owner_id="api-1") as control:
             sandbox = await control.sandboxes.create(principal, CreateSandbox())
 
-    ``owner_id`` names this process among those that share the store. A process started anew under the same
-    id goes on at once with what the former one had under way.
+    ``owner_id`` names this process among those that share the store: one that is started anew under the same
+    id goes on at once with what the former one had under way. ``admission``: the quotas that hold
+    (``tenancy.quotas``); by default those of the store, on the machines of the placement.
     """
 
     def __init__(
@@ -50,16 +56,33 @@ class Control:
         self.placement = placement
         self.egress = egress
         self.owner_id = owner_id
+        self._quotas: Quotas | None = None
+        if admission is None:
+            admission = self._quotas = Quotas(store, capacity=placement.capacity)
         self.core = Core(store, placement, owner_id, admission=admission, settings=settings)
         self.links = Links(self.core, self._awake)
         self.core.saw = self.links.committed
-        self.core.stale = self.links.changed
         self.ending = Ending(self.core, self.links)
         self.starting = Starting(self.core, self.links, self.ending)
         self.powers = Powers(self.core, self.links)
         self.sandboxes = Sandboxes(self.core, self.links, self.ending, self.starting, self.powers)
         self.reconciler = Reconciler(self.core, self.links, self.ending, self.starting, self.powers)
+        self.pools = Pools(self.core)
+        self.queues = Queues(self.core)
+        self.refilling = Refilling(self.core, self.pools, self.queues, self.ending)
+        self.claims = Claims(self.core, self.pools, self.queues, self.sandboxes, self.ending, self.starting)
+        self.pools.urge = self.refilling.urge
+        self.queues.sandboxes = self.sandboxes
+        self.queues.abandoned = self.reconciler.abandoned
+        self.sandboxes.claims = self.claims
+        self.reconciler.claims = self.claims
+        self.core.stale = self._stale
+        self.core.released = self.queues.signal
         self._background: list[asyncio.Task[None]] = []
+
+    def _stale(self, id: str) -> None:
+        self.links.changed(id)
+        self.pools.changed(id)
 
     async def _awake(self, sandbox: Sandbox) -> Sandbox:
         return await self.core.whole(self.powers.resume(sandbox))
@@ -78,6 +101,7 @@ class Control:
         self._background = [
             loop.create_task(self.core.watch()),
             loop.create_task(self.reconciler.run()),
+            loop.create_task(self.refilling.run()),
         ]
 
     async def close(self) -> None:
@@ -88,6 +112,8 @@ class Control:
         self._background = []
         await self.core.close()
         await self.links.close()
+        if self._quotas is not None:
+            await self._quotas.close()
         with contextlib.suppress(RingfenceError):
             await self.store.release(process_lease(self.owner_id), self.owner_id)
 

@@ -6,10 +6,7 @@ from ringfence.control.service import Control
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import NotFound
 from ringfence.model.states import State
-from support.services import Caller, asked
-
-ALICE = Caller()
-MALLORY = Caller(project="other")
+from support.services import ALICE, MALLORY, asked
 
 
 async def test_a_sandbox_is_made_used_and_removed(control: Control) -> None:
@@ -24,7 +21,7 @@ async def test_a_sandbox_is_made_used_and_removed(control: Control) -> None:
     assert output == b"value\n"
     ended = await control.sandboxes.delete(ALICE, made.id)
     assert ended.state is State.STOPPED
-    assert (ended.cause, ended.killed_by) == ("killed", "tester")
+    assert (ended.cause, ended.killed_by) == ("killed", "alice")
     assert not [each for each in await control.placement.list() if each.id == made.id]
     again = await control.sandboxes.delete(ALICE, made.id)
     assert again.revision == ended.revision
