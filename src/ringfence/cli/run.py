@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator
 
+    from ringfence.cli.door import RunDoor
     from ringfence.cli.requesting import Transfer
     from ringfence.cli.streams import Sink, Source
     from ringfence.cli.terminal import RawTerminal
@@ -35,6 +36,10 @@ def main(options: argparse.Namespace) -> int:
     requesting.check_modes(options)
     argv = requesting.check_command(options)
     request = requesting.request(options)
+    if request.policy.door.network.mode == "egress":
+        from ringfence.cli import door
+
+        door.check()
     files = requesting.files_in(options)
     outs = requesting.files_out(options)
     warnings = requesting.warnings(options, request.policy)
@@ -141,7 +146,10 @@ class Run:
     async def _in_sandbox(self, node: Any) -> int:
         self.sandbox = sandbox = await node.create(self.request)
         kept = False
+        door = None
         try:
+            if self.request.policy.door.network.mode == "egress":
+                door = await self._door(node)
             if self.files:
                 from ringfence.cli.transfer import copy_in
 
@@ -152,9 +160,17 @@ class Run:
             copied = await self._copy_out() if self.outs else None
             kept = self.request.keep and not sandbox.ended.done()
         finally:
+            if door is not None:
+                await door.close()
             if not kept:
                 await sandbox.destroy()
         return self._report(result, boundary, changes, copied, kept)
+
+    async def _door(self, node: Any) -> RunDoor | None:
+        """The sandbox's door, opened; ``None`` if somebody else has it open."""
+        from ringfence.cli.door import RunDoor
+
+        return await RunDoor.open(node, self.sandbox, quiet=self.options.quiet or self.options.json)
 
     async def _command(self) -> Any:
         """Run the command; returns the node's result. The terminal is as it was afterwards."""

@@ -46,14 +46,19 @@ class Exec(Run):
         from ringfence.node import kept
 
         self.sandbox = sandbox = await kept.visit(node, self.options.id)
+        door = None
         try:
             if sandbox.paused:
                 raise WrongState(
                     f"sandbox {sandbox.id} is paused", hint=f"ringfence sandbox resume {sandbox.id}"
                 )
             self.request = _with_env(sandbox.request, self.own_env)
+            if self.request.policy.door.network.mode == "egress":
+                door = await self._door(node)  # open while we are here, unless another run has it
             return self._outcome(await self._command())
         finally:
+            if door is not None:
+                await door.close()
             await sandbox.detach()
 
     async def _run(self, spec: Any) -> Any:

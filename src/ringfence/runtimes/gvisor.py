@@ -50,6 +50,7 @@ class GvisorRuntime(ForeignRuntime):
     level = Level.L3
     boundary = Boundary.USERSPACE_KERNEL
     program_name = "runsc"
+    networks = ("none", "egress")
     tasks_per_process = 8  # of the host for one of the workload: gVisor itself holds that to max_processes
     remedy = "ringfence setup gvisor, or apt-get install -t bookworm-backports runsc"
 

@@ -213,7 +213,7 @@ MISTAKES = [
     ("filesystem: {mounts: [/a:/d, /b:/d]}", 3, "filesystem.mounts[1].target", "mounts[0] too", "own target"),
     # network
     ("network: {allow: [{host: a.example}]}", 3, "network.mode", "never be used", "mode: egress"),
-    ("network: {mode: open, allow: [{host: a.example}]}", 3, "network.mode", "would not hold", "mode: egress"),
+    ("network: {mode: open, allow: [{host: a.example}]}", 3, "network.allow[0]", "IPv4 ranges", "mode: egress"),
     ("network: {mode: egress, allow: [{ports: [1]}]}", 3, "network.allow[0].host", "missing", "one host"),
     (RULE + "      ports: [443, 70000]", 7, "network.allow[0].ports[1]", "70000 is out of range", "1 to 65535"),
     (RULE + "      ports:\n        - 443\n        - 0", 9, "network.allow[0].ports[1]", "0 is out of range", ""),

@@ -41,6 +41,7 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
     """Base of the drivers whose program builds the wall. Subclasses say how it is called."""
 
     monitored = True  # the program stays; else it becomes the guest agent
+    networks: tuple[str, ...] = ("none", "egress", "open")
     program_name: str  # looked up in PATH
     remedy: str  # how to install it
 
@@ -179,7 +180,7 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
     def _check(self, spec: StartSpec) -> None:
         if self.program is None:
             raise RuntimeUnavailable(f"{self.program_name} is not installed", hint=self.remedy)
-        if spec.network == "open" and not self.capabilities().transparent:
+        if spec.network == "open" and "open" not in self.networks:
             raise Unsupported(
                 f"{self.name} gives no open network",
                 hint="use network mode none or egress",
