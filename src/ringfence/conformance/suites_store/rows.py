@@ -64,8 +64,9 @@ class RowSuite(StoreSuite):
         await store.commit(Put(made))
         assert (await store.get("thing", "t-1")).document == made.document
         for field in ("kind", "id", "project", "state", "key"):
+            bad: dict[str, Any] = {field: "t" + text}
             with pytest.raises(InvalidRequest):
-                await store.commit(Put(replace(row("t-2"), **{field: "t" + text})  # type: ignore[arg-type]))
+                await store.commit(Put(replace(row("t-2"), **bad)))
         for labels in ({text: "x"}, {"x": text}):
             with pytest.raises(InvalidRequest):
                 await store.commit(Put(row("t-2", labels=labels)))
