@@ -25,6 +25,7 @@ COMMANDS = {
     "snapshot": ("snapshot", "saved sandboxes: list, check, remove"),
     "list": ("listing", "sandboxes that were kept; the same as `sandbox ls`"),
     "stop": ("stopping", "end kept sandboxes and remove what is theirs; the same as `sandbox rm`"),
+    "serve": ("serve", "serve sandboxes over HTTP: API, orchestrator and node in one command"),
     "node": ("node", "serve this machine's sandboxes to an API, over a unix socket"),
     "completion": ("completion", "print the completion script for bash, zsh or tcsh"),
     "version": ("version", "print the version"),
