@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> int:
     user = values.pop("user", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for whoever started us
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    values["key_command"] = tuple(values.get("key_command") or ())
     settings = Settings(**values)
     # From here on every path is below the folder, and the folders above it may be root's alone.
     os.chdir(folder)

@@ -94,8 +94,8 @@ class Doors:
         try:
             with open(self._folder / "proxy.log", "ab") as log:  # noqa: ASYNC230 - a local file, once
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "ringfence.egress", str(self._folder.absolute()), str(theirs.fileno()),
-                    json.dumps(self._settings),
+                    sys.executable, "-m", "ringfence.egress",
+                    str(self._folder.absolute()), str(theirs.fileno()), json.dumps(self._settings),
                     stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),),
                     start_new_session=True, env=_environment(),
                 )  # fmt: skip
@@ -278,6 +278,14 @@ class Doors:
             with contextlib.suppress(errors.NodeUnavailable):
                 await self._call("close", sandbox=sandbox)
 
+    async def ca(self, sandbox: str) -> bytes:
+        """The certificate (PEM) that programs in a sandbox have to trust for inspected connections.
+
+        The same one until :meth:`close`, also after the proxy was restarted.
+        """
+        pem: str = await self._call("ca", sandbox=sandbox)
+        return pem.encode()
+
     async def status(self) -> dict[str, Any]:
         """The process, and its doors with their connections."""
         found: dict[str, Any] = await self._call("status")
@@ -329,7 +337,7 @@ class Doors:
 
 def _prepare(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in ("sockets",):
+    for name in ("sockets", "authorities", "usage", "records"):
         (folder / name).mkdir(mode=0o700, exist_ok=True)
     if os.geteuid() == 0:
         user = egress_user()

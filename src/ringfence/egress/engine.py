@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringfence.egress.authority import Authorities
+from ringfence.egress.keys import MasterKey
 from ringfence.egress.log import ConnectionLog
 from ringfence.egress.meter import Meter
 from ringfence.egress.names import Host
@@ -25,11 +27,13 @@ class Settings:
     """How the process is set up.
 
     ``dns``: a server to ask (``address`` or ``address:port``) in place of the system's resolver. ``ca_file``:
-    authorities that upstream certificates are verified with, in place of the system's.
+    authorities that upstream certificates are verified with, in place of the system's. ``key_command``:
+    prints the key of the secrets (32 bytes in base64), in place of a file.
     """
 
     dns: str | None = None
     ca_file: str | None = None
+    key_command: tuple[str, ...] = ()
 
 
 class Engine:
@@ -47,6 +51,8 @@ class Engine:
             resolver = _dns(settings.dns) if settings.dns else SystemResolver()
         self.folder = folder
         self.upstreams = Upstreams(CachingResolver(resolver), settings.ca_file)
+        self.key = MasterKey(folder, settings.key_command)
+        self.authorities = Authorities(folder, self.key)
         self.meter = Meter()
         self.log = ConnectionLog(folder / "connections.jsonl")
         self.emit: Callable[[dict[str, Any]], None] = emit or (lambda event: None)

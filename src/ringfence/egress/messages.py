@@ -1,7 +1,7 @@
 """Messages between the proxy process and those who command it: JSON behind its length, and descriptors.
 
-A descriptor travels with the first byte of its message. The socket is private (0700 folder, or inherited), and
-both ends are ours.
+A descriptor travels with the first byte of its message. The socket is private (0700 folder, or inherited),
+and both ends are ours.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Messages:
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, message: dict[str, Any], *descriptors: int) -> None:
-        """Send a message. The descriptors are ours no more: they are closed when sent, or when they can't be."""
+        """Send a message. Its descriptors are closed when they are sent, or can't be."""
         if self.closed:
             for descriptor in descriptors:
                 os.close(descriptor)

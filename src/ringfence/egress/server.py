@@ -192,7 +192,7 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    _OWNER = frozenset({"open", "attach", "update", "close"})
+    _OWNER = frozenset({"open", "attach", "update", "close", "ca"})
     _EVERYBODY = frozenset({"status"})
 
     # -- the owner's commands
@@ -230,7 +230,12 @@ class Server:
         opened = self.doors.pop(str(message["sandbox"]), None)
         if opened is not None:
             await opened.close()
+            self.engine.authorities.forget(opened.door.spec.sandbox)
         return {}
+
+    async def _do_ca(self, message: dict[str, Any], descriptors: list[int]) -> str:
+        authority = await self.engine.authorities.of(self._door(message).door.spec.sandbox)
+        return authority.certificate.decode()
 
     # -- everybody's
 

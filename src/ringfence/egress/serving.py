@@ -11,6 +11,7 @@ from ringfence.egress.answers import answer
 from ringfence.egress.dns import MadeUpNames
 from ringfence.egress.door import Door, Flow, Refused, refused
 from ringfence.egress.http1 import BadMessage, Incomplete, Reader, write_response
+from ringfence.egress.keys import SecretsUnavailable
 from ringfence.egress.names import Host
 from ringfence.egress.policy import Decision
 from ringfence.egress.proxying import Requests, split_authority
@@ -39,6 +40,8 @@ class Served:
             self._note(flow, error)
         except (*BROKEN, Incomplete, BadMessage, TimeoutError):
             pass  # whoever it was has gone
+        except SecretsUnavailable as error:
+            self._note(flow, Unreachable(error.message, 503, error.code))
         except asyncio.CancelledError:
             if flow.cut is None and not self.door.closed:
                 raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import ssl
 
 from ringfence.egress import hello as tls
 from ringfence.egress.door import Flow, Grant, Refused, refused
@@ -18,7 +19,7 @@ from ringfence.egress.names import Host
 from ringfence.egress.policy import Decision
 from ringfence.egress.proxying import Requests
 from ringfence.egress.relay import relay
-from ringfence.egress.streams import BROKEN, Rewound, Stream
+from ringfence.egress.streams import BROKEN, Rewound, Stream, TlsStream
 from ringfence.egress.upstream import Unreachable
 
 _FIRST_BYTES = 15.0  # seconds that a client may take for its first message
@@ -96,9 +97,32 @@ async def _tls(flow: Flow, reader: Reader, host: Host, port: int, hello: tls.Hel
     flow.rule = grant.rule
     patience = door.network.connect_timeout
     if door.rules.tls_mode(host, port) == "inspect":
-        raise refused("inspect", "inspection is not ready")
+        await _inspect(flow, reader, host, port)
+        return
     proven = await door.engine.upstreams.prove(host, port, grant.addresses, patience)
     await _raw(flow, Rewound(reader.stream, reader.take()), Grant(host, port, grant.rule, tuple(proven)))
+
+
+async def _inspect(flow: Flow, reader: Reader, host: Host, port: int) -> None:
+    """Be the server to the client, and serve its requests."""
+    door = flow.door
+    authority = await door.engine.authorities.of(door.spec.sandbox)
+    try:
+        async with asyncio.timeout(_FIRST_BYTES):
+            stream = await TlsStream.server(Rewound(reader.stream, reader.take()), authority.context(host))
+    except (ssl.SSLError, TimeoutError) as error:
+        # An alert about the certificate is how a client with a pinned one, or one of its own, says no.
+        text = str(getattr(error, "reason", None) or error or "it went silent")
+        raise refused(
+            "client_tls",
+            f"the client did not accept the inspected connection ({text[:100]})",
+            hint="it has a pinned certificate or a bundle of its own; with tls: pass it goes through unread",
+        ) from None
+    try:
+        await Requests(flow, Reader(stream), ("https", host, port)).serve()
+    finally:
+        with contextlib.suppress(*BROKEN):
+            await stream.close()
 
 
 async def _raw(flow: Flow, stream: Stream, grant: Grant) -> None:
