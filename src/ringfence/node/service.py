@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ringfence.node.fittings import EngineRoot, ImageRoot, ImageTemplates
     from ringfence.node.restoring import Saved
     from ringfence.node.snapshots import Snapshot, SnapshotStore
+    from ringfence.node.volumes import Volumes
 
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
@@ -80,6 +81,7 @@ class Node:
         self.groups = GroupPool(self.cgroups, state.owner)
         self.boot = boot_id()
         self.template = HostTemplate(state)
+        self.volumes: Volumes | None = None  # that sandboxes may have
         self._images: ImageTemplates | None = None
         self.ranges = identities.Ranges(state.ranges, state.owner)
         self._context: RuntimeContext | None = None
@@ -439,7 +441,8 @@ class Node:
         """The root file system of a request's template."""
         wall = request.policy.wall
         template = template or self.template_of(request)
-        return template.root(wall.filesystem, wall.process.user, disk, folder)
+        root = template.root(wall.filesystem, wall.process.user, disk, folder)
+        return root if self.volumes is None else self.volumes.idmapped(root)
 
     async def _undo(self, made: _Made, runtime: Runtime) -> None:
         """Take back what a failed start had made, last first. The folder stays if something won't die."""
@@ -481,6 +484,11 @@ class Node:
         for key in ("snapshot", "base"):
             if name := sandbox.journal.record.get(key):
                 self.snapshots.drop(str(name))
+
+    def forget(self, sandbox: str) -> None:
+        """Sandboxes of that id that are gone are no hindrance to another one."""
+        for runtime in self._runtimes.values():
+            getattr(runtime, "forget", lambda _: None)(sandbox)
 
     def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do something that nobody waits for but :meth:`close`."""

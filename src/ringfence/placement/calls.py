@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,15 @@ class Calls:
             for name in (
                 "capacity", "runtimes", "start", "list", "get", "measure", "usage", "spent", "judge", "bind",
                 "pause", "resume", "snapshot", "remove_snapshot", "reset", "changes", "destroy",
+                "make_volume", "remove_volume", "volume_size",
             )
         }  # fmt: skip
-        self.sending: dict[str, Callable[[Arguments], AsyncIterator[bytes]]] = {}
-        self.receiving: dict[str, Callable[[Arguments, Input], Awaitable[Any]]] = {}
+        self.sending: dict[str, Callable[[Arguments], AsyncGenerator[bytes, None]]] = {
+            "export_volume": lambda given: hosting.volumes.export(_text(given, "id"))
+        }
+        self.receiving: dict[str, Callable[[Arguments, Input], Awaitable[Any]]] = {
+            "import_volume": lambda given, tar: hosting.volumes.fill(_text(given, "id"), aiter(tar))
+        }
 
     async def connect(self, given: Arguments) -> int:
         """A connected descriptor, the caller's to close."""
@@ -108,6 +113,15 @@ class Calls:
         if not isinstance(grace, int | float) or not 0 <= grace <= 3600:
             raise InvalidRequest("grace is no number of seconds", hint="0 to 3600")
         return await self._hosting.destroy(_id(given), float(grace))
+
+    async def _make_volume(self, given: Arguments) -> Any:
+        await self._hosting.volumes.make(_text(given, "id"), _number(given, "quota"))
+
+    async def _remove_volume(self, given: Arguments) -> Any:
+        await self._hosting.volumes.remove(_text(given, "id"))
+
+    async def _volume_size(self, given: Arguments) -> Any:
+        return await self._hosting.volumes.size(_text(given, "id"))
 
 
 def _id(given: Arguments) -> str:

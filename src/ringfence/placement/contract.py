@@ -145,7 +145,12 @@ class Placement(Protocol):
         policy: Mapping[str, Any] | None = None,
         deadline: float | None = None,
     ) -> Placed:
-        """Bind or change the door. ``policy`` must have the wall that stands (InvalidRequest)."""
+        """Bind or change the door: what is ``None`` stays as it is.
+
+        ``env``: of later commands, over what the start gave (a second one replaces the first). ``labels``,
+        ``owner``: all of them. ``policy`` must have the wall and the network mode that stand
+        (InvalidRequest); its timeout changes no deadline: say ``deadline``.
+        """
 
     async def pause(self, id: str) -> None:
         """Stop everything inside. Idempotent. Raises Unsupported."""
@@ -192,7 +197,7 @@ class Placement(Protocol):
     async def volume_size(self, id: str) -> int:
         """Bytes that it takes."""
 
-    async def export_volume(self, id: str) -> AsyncIterator[bytes]:
+    def export_volume(self, id: str) -> AsyncIterator[bytes]:
         """Its files as a tar stream."""
         ...
 

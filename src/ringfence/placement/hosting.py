@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, Any
 from ringfence.guest.link import GuestLink
 from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, WrongState
 from ringfence.model.ids import SANDBOX_ID
-from ringfence.model.sandbox import Owner, SandboxRequest
+from ringfence.model.sandbox import SandboxRequest
 from ringfence.node.service import Node
 from ringfence.node.state import StateRoot
+from ringfence.node.volumes import RUNTIMES, Volumes
+from ringfence.placement.attaching import Attachments, no_volumes
 from ringfence.placement.contract import Capacity, Placed, PlacedSpec
 from ringfence.placement.graves import Graves, as_known, bury, service_folder
 from ringfence.placement.judging import Judge
-from ringfence.placement.policies import policy_of
+from ringfence.placement.policies import owner_of, policy_of, same_wall
 from ringfence.placement.values import placed_as_json
 
 if TYPE_CHECKING:
     import socket
 
-    from ringfence.model.policy import Policy
     from ringfence.node.sandboxes import NodeSandbox
 
 PROBED_FOR = 300.0  # seconds
@@ -46,7 +47,7 @@ class Hosting:
     resumed.
     """
 
-    def __init__(self, node: Node, graves: Graves, happened: OnHappened) -> None:
+    def __init__(self, node: Node, graves: Graves, volumes: Volumes, happened: OnHappened) -> None:
         self.node = node
         self.graves = graves
         self.happened = happened
@@ -60,6 +61,7 @@ class Hosting:
         self._probed = 0.0
         self._lock = -1
         self.name = os.uname().nodename
+        self.volumes = Attachments(volumes)
 
     @classmethod
     async def open(cls, state: Path | str | None, service: str, happened: OnHappened) -> Hosting:
@@ -73,6 +75,10 @@ class Hosting:
         try:
             lock = _lock(service_folder(node.state.path, service))
             graves = Graves.open(node.state.path, service)
+            node.volumes = volumes = Volumes(
+                service_folder(node.state.path, service) / "volumes", root=node.root
+            )
+            volumes.prepare()
             node.lost = functools.partial(bury, node, graves)
             with contextlib.suppress(RingfenceError):  # what can't be removed yet is tried again later
                 await node.recover(adopt=True)
@@ -81,8 +87,9 @@ class Hosting:
             if lock >= 0:
                 os.close(lock)
             raise
-        made = cls(node, graves, happened)
+        made = cls(node, graves, volumes, happened)
         made._lock = lock
+        made.volumes.known(node.sandboxes())
         for sandbox in node.sandboxes():
             made._hold(sandbox)
         return made
@@ -98,6 +105,7 @@ class Hosting:
         try:
             await self.node.close()
         finally:
+            self.volumes.volumes.close()
             os.close(self._lock)
             self._lock = -1
 
@@ -192,19 +200,29 @@ class Hosting:
 
     async def _start(self, spec: PlacedSpec) -> Placed:
         request = self._request(spec)
-        if spec.snapshot:
-            sandbox = await self.node.restore(spec.snapshot, request)
-        else:
-            sandbox = await self.node.create(request)
+        policy = await self.volumes.attach(spec.id, request.policy, spec.volumes)
+        try:
+            sandbox = await self._make(replace(request, policy=policy), spec.snapshot)
+            if spec.volumes and sandbox.runtime.name not in RUNTIMES:
+                await sandbox.destroy()
+                raise no_volumes(sandbox.runtime.name)
+        except BaseException:
+            await self.volumes.let_go(spec.id)
+            raise
         if spec.deadline is not None:
             self._set_deadline(sandbox, spec.deadline)
         self._hold(sandbox)
         return self.placed(sandbox)
 
+    async def _make(self, request: SandboxRequest, snapshot: str) -> NodeSandbox:
+        self.node.forget(request.id or "")
+        if snapshot:
+            return await self.node.restore(snapshot, request)
+        return await self.node.create(request)
+
     def _request(self, spec: PlacedSpec) -> SandboxRequest:
-        policy = policy_of(spec.policy)
         return SandboxRequest(
-            policy=policy,
+            policy=policy_of(spec.policy),
             template=spec.template,
             owner=owner_of(spec.owner),
             env=dict(spec.env),
@@ -232,6 +250,7 @@ class Hosting:
         self._forget(sandbox.id)
         with contextlib.suppress(RingfenceError):  # what can't be removed now is swept later
             await sandbox.destroy()
+        await self.volumes.let_go(sandbox.id)
 
     def _forget(self, name: str) -> None:
         self._watches.pop(name, None)
@@ -266,6 +285,7 @@ class Hosting:
         self._forget(name)
         if watch is not None:
             watch.cancel()
+        await self.volumes.let_go(name)
         self.graves.fill(name)
         return end
 
@@ -331,13 +351,14 @@ class Hosting:
         request = sandbox.request
         changed = request
         if policy is not None:
-            changed = replace(changed, policy=_same_wall(request.policy, policy_of(policy)))
+            wanted = same_wall(self.volumes.without(request.policy), policy_of(policy))
+            changed = replace(changed, policy=replace(wanted, wall=request.policy.wall))
         if owner is not None:
             changed = replace(changed, owner=owner_of(owner))
         if labels is not None:
             changed = replace(changed, labels=dict(labels))
         if env is not None:
-            changed = replace(changed, env=dict(env))
+            changed = replace(changed, env=request.env | dict(env))
         if secrets:
             changed = replace(changed, secrets=True)
         if changed is not request:
@@ -345,11 +366,9 @@ class Hosting:
         if deadline is not None:
             self._set_deadline(sandbox, deadline)
         if env is not None or secrets:
-            # As at the start: what the template brings stays below what the request says.
-            whole = dict(sandbox.root.env) | changed.env if env is not None else None
             link = await GuestLink.open(await sandbox.runtime.connect(sandbox.handle), wait=False)
             try:
-                await link.bind(env=whole, secrets=secrets)
+                await link.bind(env=env, secrets=secrets)
             finally:
                 await link.close()
         return self.placed(sandbox)
@@ -423,30 +442,6 @@ class Hosting:
                 probe["capabilities"] = asdict((await self.node.runtime(name)).capabilities())
             found.append(probe)
         return found
-
-
-def _same_wall(stands: Policy, wanted: Policy) -> Policy:
-    if wanted.wall.digest() != stands.wall.digest():
-        raise InvalidRequest(
-            "the policy has another wall than the one that stands", hint="start another sandbox for it"
-        )
-    if wanted.door.network.mode != stands.door.network.mode:
-        raise InvalidRequest(
-            f"the network mode is {stands.door.network.mode} since the start", hint="start another sandbox"
-        )
-    return wanted
-
-
-def owner_of(value: Mapping[str, Any]) -> Owner:
-    """The owner that a mapping names.
-
-    Raises:
-        InvalidRequest: it names something that owners don't have.
-    """
-    try:
-        return Owner(**value)
-    except TypeError:
-        raise InvalidRequest(f"an owner has no {', '.join(sorted(value))}") from None
 
 
 def _lock(folder: Path) -> int:

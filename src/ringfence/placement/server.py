@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,14 @@ class Session:
             failed = HostLimit(f"the node failed: {type(error).__name__}", hint="its own messages say more")
             self._connection.send(wire.ERROR, number, encode(error_as_json(failed) | {"code": "internal"}))
 
-    async def _send_stream(self, number: int, pieces: AsyncIterator[bytes]) -> None:
+    async def _send_stream(self, number: int, pieces: AsyncGenerator[bytes, None]) -> None:
         credit = self._credits[number] = asyncio.Semaphore(wire.WINDOW)
-        async for piece in pieces:
-            for at in range(0, len(piece), wire.CHUNK):
-                await credit.acquire()
-                self._connection.send(wire.DATA, number, piece[at : at + wire.CHUNK])
-                await self._connection.drain()
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                for at in range(0, len(piece), wire.CHUNK):
+                    await credit.acquire()
+                    self._connection.send(wire.DATA, number, piece[at : at + wire.CHUNK])
+                    await self._connection.drain()
 
 
 class Input:

@@ -114,6 +114,10 @@ class Guarded:
         """
         return await self._started(spec, self.driver.start)
 
+    def forget(self, sandbox: str) -> None:
+        """A wall of that id that is destroyed does not keep another one from being started."""
+        self._gone.pop(sandbox, None)
+
     async def _started(self, spec: StartSpec, start: Callable[[StartSpec], Awaitable[Handle]]) -> Handle:
         known = self._walls.get(spec.id) or self._gone.get(spec.id)
         if known is not None:
