@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -82,8 +83,9 @@ class PostgresServer:
         return f"{self.url}&options=-csearch_path%3D{name}"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it answers. Of the main thread only: the server dies with its starter."""
         assert self.server is None
+        assert threading.current_thread() is threading.main_thread()
         options = [part for name, value in self.settings.items() for part in ("-c", f"{name}={value}")]
         data = self.folder / "data"
         with (self.folder / "log").open("ab") as log:

@@ -38,7 +38,9 @@ from ringfence.store.watching import MISSED, Watchers
 _T = TypeVar("_T")
 
 MOST_CONNECTIONS = 10  # a process, besides the one that listens
+PATIENCE = 10.0
 _TRIES = 10  # of a transaction that the database asks to repeat
+_LOST = ("57P", "08")  # the server ends the connection
 _OURS: dict[str, type[RingfenceError]] = {"RF001": Conflict, "RF002": QuotaExceeded, "RF003": LeaseLost}
 
 
@@ -53,8 +55,10 @@ class PostgresStore:
         self._closed = False
 
     @classmethod
-    async def open(cls, url: str, *, connections: int = MOST_CONNECTIONS) -> PostgresStore:
-        """Connect, and bring the schema up to date.
+    async def open(
+        cls, url: str, *, connections: int = MOST_CONNECTIONS, patience: float = PATIENCE
+    ) -> PostgresStore:
+        """Connect, and bring the schema up to date. ``patience``: seconds for a row that another holds.
 
         Raises:
             InvalidRequest: not an address of a database.
@@ -65,7 +69,7 @@ class PostgresStore:
             conninfo_to_dict(url)
         except psycopg.Error as error:
             raise InvalidRequest(f"not an address of a database: {error}") from None
-        store = cls(Pool(url, connections, sql.SESSION))
+        store = cls(Pool(url, connections, sql.SESSION.format(lock=patience * 1000)))
         try:
             await store._call(store._migrate)
             heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,8 +107,9 @@ class PostgresStore:
                 if error.sqlstate in ("40001", "40P01") and left:
                     # Serialisation or deadlock: the database chose us to go back, so that others go on.
                     await asyncio.sleep(random.uniform(0.001, 0.02))  # noqa: S311
-                elif again and not error.sqlstate and left:
+                elif again and (not error.sqlstate or error.sqlstate.startswith(_LOST)):
                     again = False
+                    await self._pool.clear()
                 else:
                     raise _unavailable(error) from None
         raise AssertionError("not reached")
@@ -328,6 +333,8 @@ def _unavailable(error: psycopg.Error) -> RingfenceError:
     state = error.sqlstate or ""
     text = str(error).strip().splitlines()
     hint = next((hint for begin, hint in _HINTS.items() if begin and state.startswith(begin)), _HINTS[""])
+    if not state and "FATAL" in str(error):  # while connecting, PostgreSQL's reason comes as text only
+        hint = "see user, password and database in its address; `createdb` makes a database"
     return StoreUnavailable(
         f"PostgreSQL: {text[0] if text else type(error).__name__}", hint=hint, cause=state
     )
@@ -340,7 +347,5 @@ _HINTS = {
     "57014": "the database was too slow; try again",
     "25006": "the database is read-only now; a standby?",
     "42501": "the database's user lacks a right",
-    "28": "see the user and password in the address",
-    "3D": "make the database first: createdb",
     "": "the database does not answer; try again. A change that was under way may have happened",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,6 +27,15 @@ _DEFAULTS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
 }
+
+
+def _spoken_to(connection: Connection) -> bool:
+    """Whether the server has said something that nobody asked for, or hung up: it ends the connection. So a
+    change that is sent over one that was idle is not lost on a server that has left long ago.
+    """
+    waiting = select.poll()
+    waiting.register(connection.fileno(), select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 class Pool:
@@ -82,8 +92,9 @@ class Pool:
     def _pop(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()  # the one used last: its memory is warm, and the others may rest
-            if not connection.closed:
+            if not connection.closed and not _spoken_to(connection):
                 return connection
+            connection.pgconn.finish()
         return None
 
     async def _put(self, connection: Connection, generation: int) -> None:

@@ -31,7 +31,7 @@ LEASE = (
 RELEASE = "DELETE FROM rf_leases WHERE name = %s AND owner = %s"
 
 SESSION = (
-    "SET lock_timeout = '10s'; SET statement_timeout = '30s';"
+    "SET lock_timeout = {lock:.0f}; SET statement_timeout = '30s';"
     " SET default_transaction_isolation = 'read committed'"
 )
 SCHEMA = "SELECT current_schema()"

@@ -129,7 +129,7 @@ class TakeSuite(StoreSuite):
         await store.commit(member("t-1"))
         for bad in ({"document": {"x": float("nan")}}, {"document": {}, "due": float("inf")}):
             with pytest.raises(InvalidRequest):
-                await store.take("thing", **bad, **BY)  # type: ignore[arg-type]
+                await store.take("thing", **bad, **BY)
         with pytest.raises(InvalidRequest):
             await store.take("thing", document={}, key="pool", state="ready", into="\0")
         assert (await store.get("thing", "t-1")).revision == 1

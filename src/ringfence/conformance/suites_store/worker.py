@@ -14,7 +14,7 @@ from ringfence.store.contract import Add, Event, Held, Put, Row, Store
 
 async def takes(store: Store, who: str) -> list[str]:
     """Take rows until there is none."""
-    taken = []
+    taken: list[str] = []
     while True:
         counted = (Add("taken", 1), Event("thing", "", "p", "thing.taken", 0.0, {"by": who}))
         row = await store.take(
@@ -108,7 +108,7 @@ async def _main() -> None:
     try:
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        result = await COMMANDS[command](store, *arguments)  # type: ignore[operator]
+        result = await COMMANDS[command](store, *arguments)
     finally:
         await store.close()
     print(json.dumps(result), flush=True)
