@@ -164,7 +164,7 @@ async def test_a_call_goes_on_over_another_link(sandbox: NodeSandbox, contexts: 
     first.abort()
     async with await sandbox.new_link() as second:
         await second.files.write("/tmp/go", b"")
-        rest = await (await Contexts(second).resume("a", call.id, call.offset)).collect()
+        rest = await (await Contexts(second).resume("a", call.id, call.place)).collect()
     assert text + rest.stdout == "".join(f"{n}\n" for n in range(400))
     assert (rest.text, rest.status) == ("'done'", "ok")
 

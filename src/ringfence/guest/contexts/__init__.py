@@ -10,6 +10,18 @@ from __future__ import annotations
 
 from ringfence.guest.contexts.calls import Call
 from ringfence.guest.contexts.contexts import Context, Contexts
+from ringfence.guest.contexts.reading import Place
 from ringfence.guest.contexts.results import ContextEvent, Failure, Finished, Ran, Result, Text
 
-__all__ = ["Call", "Context", "ContextEvent", "Contexts", "Failure", "Finished", "Ran", "Result", "Text"]
+__all__ = [
+    "Call",
+    "Context",
+    "ContextEvent",
+    "Contexts",
+    "Failure",
+    "Finished",
+    "Place",
+    "Ran",
+    "Result",
+    "Text",
+]

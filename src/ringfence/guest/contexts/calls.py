@@ -7,40 +7,24 @@ import contextlib
 import json
 import signal
 from collections import deque
-from typing import Any, Final
+from typing import Final
 
+from ringfence.guest.contexts.reading import Place, Reader
 from ringfence.guest.contexts.results import (
     ContextEvent,
     Failure,
     Finished,
-    Messages,
     Ran,
     Result,
     Text,
-    event_of,
 )
-from ringfence.guest.processes import STDOUT, GuestProcess
+from ringfence.guest.processes import GuestProcess
 from ringfence.model.errors import GuestRefused
 
 PATIENCE: Final = (
     5.0  # seconds between the interrupt of a call that is over its time and the end of its context
 )
 MOST_RESULTS: Final = 1000  # that :meth:`Call.collect` keeps
-_PIECE: Final = 8192  # characters of a request a line: lines of two host processes must not mix
-_CODES: Final = ("interrupt", "KeyboardInterrupt")
-
-
-def request_lines(message: dict[str, Any]) -> bytes:
-    """A request to a kernel as lines, long ones in parts."""
-    text = json.dumps(message)
-    if len(text) <= _PIECE:
-        return text.encode() + b"\n"
-    pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
-    lines = [
-        json.dumps({"op": "last" if at == len(pieces) - 1 else "part", "x": message["x"], "d": piece})
-        for at, piece in enumerate(pieces)
-    ]
-    return "\n".join(lines).encode() + b"\n"
 
 
 class Call:
@@ -49,19 +33,25 @@ class Call:
         async for event in call: ...
 
     Leaving the iteration (:meth:`close`) leaves the call running. Where the link is lost, ``LinkLost`` is
-    raised: dial again and :meth:`Contexts.resume` with ``id`` and ``offset``. If nobody iterates, the code
+    raised: dial again and :meth:`Contexts.resume` with ``id`` and ``place``. If nobody iterates, the code
     waits as soon as what it printed fills the context's ring.
     """
 
     def __init__(
-        self, id: str, context: str, process: GuestProcess, offset: int, deadline: float | None
+        self,
+        id: str,
+        context: str,
+        process: GuestProcess,
+        reader: Reader,
+        place: Place,
+        deadline: float | None,
     ) -> None:
         self.id = id
         self.context = context
-        self.offset = offset  # after the last event that was yielded
+        self.place = place  # after the last event that was yielded
         self._process = process
-        self._messages = Messages(offset)
-        self._ready: deque[tuple[int, ContextEvent]] = deque()
+        self._reader = reader
+        self._ready: deque[tuple[Place, ContextEvent]] = deque()
         self._deadline = deadline  # on the loop's clock
         self._late = False
         self._failed = False
@@ -80,8 +70,8 @@ class Call:
             raise StopAsyncIteration
         while not self._ready:
             await self._more()
-        offset, event = self._ready.popleft()
-        self.offset = offset
+        place, event = self._ready.popleft()
+        self.place = place
         if isinstance(event, Failure):
             self._failed = True
         if isinstance(event, Finished):
@@ -99,20 +89,12 @@ class Call:
         except StopAsyncIteration:
             self._gone()
             return
-        if piece.stream != STDOUT:
-            return
-        for after, message in self._messages.feed(piece.offset, piece.data):
-            if message.get("x") != self.id:
-                continue
-            event = event_of(message)
-            if isinstance(event, Finished):
-                event = self._finished(event)
-            if event is not None:
-                self._ready.append((after, event))
+        for place, event in self._reader.feed(*piece):
+            self._ready.append((place, self._finished(event) if isinstance(event, Finished) else event))
 
     def _finished(self, event: Finished) -> Finished:
         failed = self._failed or any(isinstance(waiting, Failure) for _, waiting in self._ready)
-        status = "timeout" if self._late else "error" if failed else "ok"
+        status = "timeout" if self._late else "error" if failed else event.status
         return Finished(status, event.count, event.exit_code)
 
     async def _overdue(self) -> None:
@@ -131,11 +113,11 @@ class Call:
         how = "ended" if end is None else f"ended with status {end.status}"
         if self._late:
             self._ready.append(
-                (self.offset, Failure("TimeoutError", f"the context {how} after the time limit"))
+                (self.place, Failure("TimeoutError", f"the context {how} after the time limit"))
             )
         else:
-            self._ready.append((self.offset, Failure("ContextEnded", f"the context {how}; restart it")))
-        self._ready.append((self.offset, Finished("timeout" if self._late else "ended")))
+            self._ready.append((self.place, Failure("ContextEnded", f"the context {how}; restart it")))
+        self._ready.append((self.place, Finished("timeout" if self._late else "ended")))
 
     async def collect(self, limit: int = 10 * 1024 * 1024) -> Ran:
         """All of it: at most ``limit`` characters a stream, and of results as many as fit into as much again.

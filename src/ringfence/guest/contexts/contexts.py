@@ -13,12 +13,13 @@ import signal
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ringfence.guest.contexts.calls import Call, request_lines
-from ringfence.guest.contexts.languages import Language, language
-from ringfence.guest.contexts.results import Messages, Ran
+from ringfence.guest.contexts.calls import Call
+from ringfence.guest.contexts.languages import LANGUAGES, MOST_CODE, Language, language
+from ringfence.guest.contexts.reading import Place
+from ringfence.guest.contexts.results import Ran
 from ringfence.guest.fields import clean
 from ringfence.guest.link import GuestLink
-from ringfence.guest.processes import FROM_NOW, STDOUT, GuestProcess, ProcessSpec
+from ringfence.guest.processes import FROM_NOW, STDERR, GuestProcess, ProcessSpec
 from ringfence.model.errors import (
     Conflict,
     DeadlineExceeded,
@@ -33,10 +34,10 @@ from ringfence.model.values import dataclass
 
 RING: Final = 1024 * 1024  # bytes of output a context that may wait for a reader
 MOST_CONTEXTS: Final = 32  # that run at once in a sandbox
-MOST_CODE: Final = 4 * 1024 * 1024  # bytes of one call
 START_TIME: Final = 60.0  # seconds for a kernel to say that it is ready: an emulated machine takes its time
 DEFAULT: Final = "default"
 _PREFIX: Final = "ctx."
+_NO_PROGRAM: Final = 127  # what a shell says
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
 
 
@@ -114,7 +115,7 @@ class Contexts:
         for program in kind.programs:
             spec = ProcessSpec(
                 kind.argv(program),
-                kind.env | env,
+                env,
                 cwd,
                 f"{_PREFIX}{kind.name}.{number}",
                 stdin=True,
@@ -145,11 +146,7 @@ class Contexts:
             return Context(number, kind.name, cwd, True, process.pid)
         if refused is not None and cwd is not None and await self._missing(cwd):
             raise InvalidRequest(f"there is no folder {cwd[:256]!r} in the sandbox")
-        raise Unsupported(
-            f"the sandbox has no {' or '.join(kind.programs)} to run {kind.name}",
-            hint=f"use a template with {kind.needs}",
-            capability=f"contexts.{kind.name}",
-        )
+        raise _missing_program(kind)
 
     async def _missing(self, cwd: str) -> bool:
         try:
@@ -204,10 +201,10 @@ class Contexts:
             )
         name = secrets.token_hex(12) if call is None else _check(call)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        process = await self._attach(_check(id), FROM_NOW)
-        made = Call(name, id, process, process.offsets[0], deadline)
+        kind, process = await self._attach(_check(id), FROM_NOW, FROM_NOW)
+        made = Call(name, id, process, kind.reader(name, False), Place(*process.offsets), deadline)
         try:
-            await process.write(request_lines({"op": "run", "x": name, "code": code, "env": dict(env or {})}))
+            await process.write(kind.request(name, code, env or {}))
         except GuestRefused as error:
             await process.close()
             if error.errno != errno.EPIPE:
@@ -227,11 +224,11 @@ class Contexts:
         self,
         id: str,
         call: str,
-        offset: int = 0,
+        place: Place | None = None,
         *,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> Call:
-        """Go on with a call that another link or process began, from ``offset`` (:attr:`Call.offset`).
+        """Go on with a call that another link or process began, from :attr:`Call.place`.
 
         What has left the context's ring meanwhile (1 MiB) is missing.
 
@@ -239,8 +236,9 @@ class Contexts:
             NotFound: no such context.
         """
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        process = await self._attach(_check(id), offset)
-        return Call(_check(call), id, process, process.offsets[0], deadline)
+        place = Place() if place is None else place
+        kind, process = await self._attach(_check(id), place.stdout, place.stderr)
+        return Call(_check(call), id, process, kind.reader(call, place.begun), place, deadline)
 
     async def interrupt(self, id: str) -> None:
         """Interrupt what runs in it, as Ctrl-C does; the context lives on.
@@ -273,13 +271,17 @@ class Contexts:
 
     # -- the processes behind them
 
-    async def _attach(self, id: str, offset: int) -> GuestProcess:
-        for kind in ("python", "javascript", "bash"):
+    async def _attach(self, id: str, stdout: int, stderr: int) -> tuple[Language, GuestProcess]:
+        for kind in LANGUAGES.values():
             try:
-                return await self._link.attach(f"{_PREFIX}{kind}.{id}", offset, FROM_NOW, window=RING // 4)
+                process = await self._link.attach(
+                    f"{_PREFIX}{kind.name}.{id}", stdout, stderr, window=RING // 4
+                )
             except GuestRefused as error:
                 if error.errno != errno.ENOENT:
                     raise
+            else:
+                return kind, process
         raise NotFound(f"no context {id}", hint="create it first")
 
     async def _all(self) -> builtins.list[Context]:
@@ -317,17 +319,28 @@ async def _ready(kind: Language, process: GuestProcess) -> None:
     """Send the kernel in, and return when it has said that it is ready."""
     with contextlib.suppress(GuestRefused):  # it has ended: why comes next
         await process.write(kind.source())
-    messages = Messages()
+    reader = kind.reader("-", False)
     said = bytearray()
     async for stream, offset, data in process:
-        if stream != STDOUT:
+        if stream == STDERR:
             said += data[: 4096 - len(said)]
-        elif any(message.get("t") == "ready" for _, message in messages.feed(offset, data)):
+        reader.feed(stream, offset, data)
+        if reader.ready:
             return
     exit = await process.wait()
+    if exit.code == _NO_PROGRAM:
+        raise _missing_program(kind)
     raise Unsupported(
         f"the {kind.name} context ended with status {exit.status} before it was ready"
         + (f": {clean(bytes(said), 1000)}" if said else ""),
+        hint=f"use a template with {kind.needs}",
+        capability=f"contexts.{kind.name}",
+    )
+
+
+def _missing_program(kind: Language) -> Unsupported:
+    return Unsupported(
+        f"the sandbox has no {' or '.join(kind.programs)} to run {kind.name}",
         hint=f"use a template with {kind.needs}",
         capability=f"contexts.{kind.name}",
     )

@@ -1,39 +1,55 @@
-"""The languages of contexts: which program runs which kernel."""
+"""The languages of contexts: which program runs which kernel, and how a request to it is said."""
 
 from __future__ import annotations
 
-from dataclasses import field
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
+from typing import Final
 
+from ringfence.guest.contexts.reading import Lines, Reader, Records
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.values import dataclass
 
-# Reads as many bytes as it is told from its input, which are the kernel, and runs them. Small, since a
+MOST_CODE: Final = 4 * 1024 * 1024  # bytes of one call
+_PIECE: Final = 8192  # characters of a request a line: lines of two host processes must not mix
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}\Z")
+
+# Each reads as many bytes as it is told from its input, which are the kernel, and runs them. Small, since a
 # command line is shown to everybody in the sandbox.
 _PYTHON = (
     "import os,sys\nn=int(sys.argv[1]);b=b''\n"
     "while len(b)<n:\n d=os.read(0,n-len(b))\n if not d:sys.exit(3)\n b+=d\n"
     "exec(compile(b,'<ringfence kernel>','exec'),{'__name__':'__main__'})"
 )
+_SHELL = (
+    'command -v "$0" >/dev/null || exit 127; exec 4<&0 0</dev/null 3>&1 1>&2; exec "$0" "$@"'  # dup for Node
+)
 _NODE = (
-    "const fs=require('fs');let n=+process.argv[1],b=Buffer.alloc(n),g=0;"
-    "while(g<n){let k;try{k=fs.readSync(0,b,g,n-g)}catch(e){if(e.code==='EAGAIN')continue;throw e}"
-    "if(!k)process.exit(3);g+=k}"
-    "globalThis.__ringfence=require;new Function('require',b.toString())(require)"
+    "{const n=+process.argv[1],b=Buffer.alloc(n);let g=0;"
+    "while(g<n){const k=require('fs').readSync(4,b,g,n-g);if(!k)process.exit(3);g+=k}"
+    "new Function('require',b.toString())(require)}"
+)
+_BASH = (
+    "exec 4<&0 0</dev/null 5<&0 6>&1 7>&2; __rf_boot() { local LC_ALL=C k; "
+    'IFS= read -r -N "$1" -u 4 k || exit 3; __rf_kernel=$k; }; __rf_boot "$1"; set --; eval "$__rf_kernel"'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """``programs``: tried in this order. ``before``, ``after``: words around the kernel's size."""
+    """``programs``: tried in this order; ``command``: makes the argv of a program and the kernel's size."""
 
     name: str
     kernel: str
     programs: tuple[str, ...]
-    before: tuple[str, ...]
     needs: str
-    env: dict[str, str] = field(default_factory=dict)
+    command: Callable[[str, int], tuple[str, ...]]
+    request: Callable[[str, str, Mapping[str, str]], bytes]
+    reader: Callable[[str, bool], Reader]
 
     def source(self) -> bytes:
         """The kernel's text."""
@@ -41,15 +57,7 @@ class Language:
 
     def argv(self, program: str) -> tuple[str, ...]:
         """The command that reads the kernel from its input."""
-        return (program, *self.before, str(len(self.source())))
-
-
-LANGUAGES = {
-    "python": Language(
-        "python", "python.py", ("python3", "python"), ("-u", "-c", _PYTHON), "CPython 3.8 or newer"
-    ),
-}
-_ALIASES = {"py": "python", "python3": "python", "js": "javascript", "node": "javascript", "sh": "bash"}
+        return self.command(program, len(self.source()))
 
 
 def language(name: str) -> Language:
@@ -64,6 +72,69 @@ def language(name: str) -> Language:
             f"no context can run {name[:64]!r}", hint="languages: " + ", ".join(sorted(LANGUAGES))
         )
     return found
+
+
+def _lines(call: str, code: str, env: Mapping[str, str]) -> bytes:
+    """A request to a kernel that reads JSON, long ones in parts."""
+    text = json.dumps({"op": "run", "x": call, "code": code, "env": dict(env)})
+    if len(text) <= _PIECE:
+        return text.encode() + b"\n"
+    pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+    lines = [
+        json.dumps({"op": "last" if at == len(pieces) - 1 else "part", "x": call, "d": piece})
+        for at, piece in enumerate(pieces)
+    ]
+    return "\n".join(lines).encode() + b"\n"
+
+
+def _sized(call: str, code: str, env: Mapping[str, str]) -> bytes:
+    """A request to bash: declarations and code by their lengths."""
+    wrong = [name for name in env if not _NAME.match(name)]
+    if wrong:
+        raise InvalidRequest(f"{wrong[0][:64]!r} is no name of a variable in bash")
+    if "\0" in code or any("\0" in value for value in env.values()):
+        raise InvalidRequest("a NUL character, which bash can't read")
+    said = "".join(f"local -x {name}={shlex.quote(value)}\n" for name, value in env.items())
+    first, second = (text.encode("utf-8", "surrogateescape") for text in (said, code))
+    return f"{call} {len(first)} {len(second)}\n".encode() + first + second
+
+
+LANGUAGES: Final = {
+    "python": Language(
+        "python",
+        "python.py",
+        ("python3", "python"),
+        "CPython 3.8 or newer",
+        lambda program, size: (program, "-u", "-c", _PYTHON, str(size)),
+        _lines,
+        Lines,
+    ),
+    "javascript": Language(
+        "javascript",
+        "node.js",
+        ("node", "nodejs"),
+        "Node 14 or newer",
+        lambda program, size: ("sh", "-c", _SHELL, program, "-e", _NODE, str(size)),
+        _lines,
+        Lines,
+    ),
+    "bash": Language(
+        "bash",
+        "bash.sh",
+        ("bash",),
+        "bash 4 or newer",
+        lambda program, size: (program, "--noprofile", "--norc", "-c", _BASH, "bash", str(size)),
+        _sized,
+        Records,
+    ),
+}
+_ALIASES: Final = {
+    "py": "python",
+    "python3": "python",
+    "js": "javascript",
+    "node": "javascript",
+    "sh": "bash",
+}
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import field, fields
@@ -10,8 +9,6 @@ from typing import Any, Final
 
 from ringfence.model.values import dataclass
 
-MOST_MESSAGE: Final = 16 * 1024 * 1024  # characters of one message: a result with its pictures
-MOST_LINE: Final = 256 * 1024  # bytes of one line; the kernels send at most 40,000
 _TEXTS: Final = (
     "text", "html", "markdown", "svg", "png", "jpeg", "pdf", "latex", "javascript",
 )  # fmt: skip
@@ -129,85 +126,6 @@ class Ran:
             "exit_code": self.exit_code,
             "truncated": self.truncated,
         }
-
-
-class Messages:
-    """Whole messages out of a kernel's stream of bytes. Never fails, never holds more than its bounds.
-
-    Lines that are no JSON object are skipped: the start in the middle of somebody else's line, or junk that
-    the sandbox wrote over the kernel's head. ``offset``: where to go on after the last whole message.
-    """
-
-    def __init__(self, offset: int = 0) -> None:
-        self.offset = offset
-        self.skipped = 0  # lines that meant nothing
-        self._position = offset
-        self._held = bytearray()
-        self._skipping = False
-        self._parts: list[str] = []
-        self._size = 0
-
-    def feed(self, offset: int, data: bytes) -> list[tuple[int, dict[str, Any]]]:
-        """The messages that are complete now, each with the offset after it."""
-        if offset != self._position:  # output was dropped in between
-            self._held.clear()
-            self._parts.clear()
-            self._size, self._skipping = 0, True
-        self._position = offset + len(data)
-        found: list[tuple[int, dict[str, Any]]] = []
-        self._held += data
-        start = 0
-        while (end := self._held.find(b"\n", start)) >= 0:
-            line = bytes(self._held[start:end])
-            start = end + 1
-            after = self._position - len(self._held) + start
-            if self._skipping:
-                self._skipping = False
-                self.skipped += 1
-            elif (message := self._message(line)) is not None:
-                found.append((after, message))
-        del self._held[:start]
-        if len(self._held) > MOST_LINE:
-            self._held.clear()
-            self._skipping = True
-        return found
-
-    def _message(self, line: bytes) -> dict[str, Any] | None:
-        message = _object(line) if len(line) <= MOST_LINE else None
-        if message is None:
-            self.skipped += 1
-            return None
-        if message.get("t") not in ("part", "last"):
-            self._parts, self._size = [], 0
-            return message
-        piece = message.get("d")
-        if isinstance(piece, str) and self._size <= MOST_MESSAGE:
-            self._parts.append(piece)
-            self._size += len(piece)
-            if self._size > MOST_MESSAGE:
-                self._parts.clear()
-        if message["t"] == "part":
-            return None
-        whole, size = "".join(self._parts), self._size
-        self._parts, self._size = [], 0
-        if size > MOST_MESSAGE:
-            return {
-                "t": "result",
-                "x": message.get("x"),
-                "text": f"(left out: over {MOST_MESSAGE} characters)",
-            }
-        found = _object(whole)
-        if found is None:
-            self.skipped += 1
-        return found
-
-
-def _object(line: bytes | str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line, parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def event_of(message: Mapping[str, Any]) -> ContextEvent | None:
