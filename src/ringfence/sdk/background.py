@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -73,6 +74,44 @@ class Background:
                     future.result(_ENDING)  # its clean-up (a reset of a stream, a kill) is part of the call
             raise
 
+    def run_calling(self, work: Callable[[Callable[[Any], Any]], Coroutine[Any, Any, _Result]]) -> _Result:
+        """As :meth:`run` for work that calls back: the callbacks run here, in the caller's thread, and may
+        use the SDK themselves. ``work`` is given what makes a callback of ours one for the loop.
+        """
+        loop = self.loop()
+        calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any]] | None]
+        calls = queue.SimpleQueue()
+
+        def here(callback: Any) -> Any:
+            if callback is None:
+                return None
+
+            async def call(*arguments: Any) -> Any:
+                answer: asyncio.Future[Any] = loop.create_future()
+                calls.put((callback, arguments, answer))
+                return await answer
+
+            return call
+
+        future = asyncio.run_coroutine_threadsafe(work(here), loop)
+        future.add_done_callback(lambda _: calls.put(None))
+        try:
+            while (asked := calls.get()) is not None:
+                callback, arguments, answer = asked
+                try:
+                    value = callback(*arguments)
+                except Exception as error:
+                    loop.call_soon_threadsafe(_fail, answer, error)
+                else:
+                    loop.call_soon_threadsafe(_answer, answer, value)
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                with suppress(BaseException):
+                    future.result(_ENDING)
+            raise
+
     def iterate(self, source: AsyncIterator[_Result]) -> Iterator[_Result]:
         """What an asynchronous iterator yields; leaving early closes it."""
         try:
@@ -109,6 +148,16 @@ class Background:
             thread.join(_ENDING)
         if not loop.is_running():
             loop.close()
+
+
+def _answer(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 async def _next(source: AsyncIterator[_Result]) -> _Result:

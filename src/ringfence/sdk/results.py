@@ -6,7 +6,6 @@ terminal escapes; the bytes as they were are in ``stdout_bytes``.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -145,47 +144,63 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where a port of the sandbox is reached. ``url`` has its own origin; send ``headers`` with requests."""
+    """Where a port of the sandbox is reached.
+
+    ``url``: its own origin, ``http://8000-sb-….localhost/``, with WebSockets and cookies of its own.
+    ``direct``: the same below the service's address, for programs where such names don't resolve. Send
+    ``headers`` with requests to either; ``browser`` is for people: it carries the token.
+    """
 
     port: int
     url: str
+    direct: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     token: str = ""
     expires_at: float | None = None
 
+    @property
+    def browser(self) -> str:
+        """The address with the token in it."""
+        return f"{self.url}?ringfence_token={self.token}"
+
 
 @dataclass(frozen=True, slots=True)
-class Rich:
-    """One result of code in all the forms that it has: MIME type → text, or base64 for images.
+class Answer:
+    """What a server inside a sandbox answered. Hostile bytes."""
 
-    >>> Rich({"text/plain": "42"}).text
-    '42'
-    """
-
-    data: Mapping[str, Any]
-    main: bool = True  # the value of the last expression, not something that was displayed on the way
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
 
     @property
     def text(self) -> str:
-        """``text/plain``, or an empty string."""
-        return str(self.data.get("text/plain", ""))
+        """As text; what is not UTF-8 becomes U+FFFD."""
+        return self.body.decode("utf-8", "replace")
 
-    @property
-    def html(self) -> str | None:
-        """``text/html``. Hostile: show it in a page without scripts and without your cookies."""
-        found = self.data.get("text/html")
-        return None if found is None else str(found)
 
-    @property
-    def json(self) -> Any:
-        """``application/json``, decoded."""
-        return self.data.get("application/json")
+@dataclass(frozen=True, slots=True)
+class Rich:
+    """Something that code displayed, in all the forms that it has. ``main``: the last expression's value.
 
-    @property
-    def png(self) -> bytes | None:
-        """``image/png``, as bytes."""
-        found = self.data.get("image/png")
-        return base64.b64decode(found) if isinstance(found, str) else None
+    ``data``: columns of a data frame, at most 1,000 of its ``rows`` rows. ``chart``: a Matplotlib figure as
+    data. HTML, SVG and JavaScript are as hostile as the code: show them in a page without your cookies.
+    """
+
+    text: str = ""
+    html: str | None = None
+    markdown: str | None = None
+    svg: str | None = None
+    png: bytes | None = None
+    jpeg: bytes | None = None
+    pdf: bytes | None = None
+    latex: str | None = None
+    json: Any = None
+    javascript: str | None = None
+    data: Mapping[str, Any] | None = None
+    rows: int | None = None
+    chart: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    main: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,18 +214,21 @@ class CodeError:
 
 @dataclass(frozen=True, slots=True)
 class CodeResult:
-    """What a piece of code came to."""
+    """What a piece of code came to. ``status``: ok, error, timeout, or ended (the interpreter is gone)."""
 
     stdout: str = ""
     stderr: str = ""
     results: Sequence[Rich] = ()
     error: CodeError | None = None
+    status: str = "ok"
     count: int = 0
+    exit_code: int | None = None
+    truncated: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was raised."""
-        return self.error is None
+        """Whether it ran to its end and nothing was raised."""
+        return self.error is None and self.status == "ok"
 
     @property
     def text(self) -> str:
@@ -218,16 +236,30 @@ class CodeResult:
         return next((rich.text for rich in reversed(self.results) if rich.main), "")
 
     def check(self) -> CodeResult:
-        """The same result, if nothing was raised.
+        """The same result, if all went well.
 
         Raises:
-            CommandFailed: the code raised something.
+            CommandFailed: the code raised something, or did not come to its end.
         """
-        if self.error is None:
+        if self.ok:
             return self
+        if self.error is None:
+            raise CommandFailed(
+                f"the code did not end: {self.status}", hint="give it more time with `timeout`"
+            )
         raise CommandFailed(
             f"{self.error.name}: {self.error.value}", hint=self.error.traceback[-2000:], name=self.error.name
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ContextInfo:
+    """An interpreter that lives in a sandbox."""
+
+    id: str
+    language: str
+    cwd: str | None = None
+    running: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +277,7 @@ class SnapshotInfo:
     """A saved sandbox. ``kind``: disk, or memory (with everything that ran)."""
 
     name: str
+    id: str = ""
     kind: str = ""
     runtime: str = ""
     size: int = 0
@@ -267,9 +300,9 @@ class SandboxInfo:
     deadline: float | None = None
     cause: str = ""
     detail: str = ""
-    boundary: Mapping[str, Any] | None = None
-    capabilities: Mapping[str, Any] = field(default_factory=dict)
-    raw: Mapping[str, Any] = field(default_factory=dict)  # the whole answer
+    boundary: Mapping[str, Any] | None = field(default=None, repr=False)
+    capabilities: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the whole answer
 
     @property
     def final(self) -> bool:

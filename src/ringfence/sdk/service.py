@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
 from ringfence.model.errors import InvalidRequest
@@ -99,6 +100,73 @@ class AsyncService:
         transport = await self.transport()
         return await transport.call(method, path, json=json, params=params, key=key, safe=safe)
 
+    # -- whose key this is, keys, quotas
+
+    async def whoami(self) -> Mapping[str, Any]:
+        """Organisation, project, user and scopes of the key in use."""
+        return await self._got("/v1/me")
+
+    async def runtimes(self) -> Sequence[Mapping[str, Any]]:
+        """What walls the service can put up: name, level, boundary, health, capabilities."""
+        return [each async for each in (await self.transport()).pages("/v1/runtimes")]
+
+    async def keys(self) -> Sequence[Mapping[str, Any]]:
+        """The project's keys. Needs the scope admin, as all that follows."""
+        return [each async for each in (await self.transport()).pages("/v1/keys")]
+
+    async def create_key(
+        self,
+        name: str = "",
+        *,
+        scopes: Sequence[str] = ("run",),
+        user: str = "",
+        seconds: float | None = None,
+        project: str | None = None,
+    ) -> Mapping[str, Any]:
+        """Make a key: ``secret`` in the answer is the only time that it is shown.
+
+        Args:
+            name, user: what it is for, and whose it is.
+            scopes: of read, run, admin.
+            seconds: after which it expires.
+            project: another one, for operators.
+        """
+        body: dict[str, Any] = {"name": name, "user": user, "scopes": [*scopes]}
+        body |= {"seconds": seconds} if seconds is not None else {}
+        body |= {"project": project} if project is not None else {}
+        made: Mapping[str, Any] = await self.call("POST", "/v1/keys", json=body)
+        return made
+
+    async def rotate_key(self, id: str, *, overlap: float = 0.0) -> Mapping[str, Any]:
+        """Another key that may do the same; the old one is good for ``overlap`` seconds more."""
+        made: Mapping[str, Any] = await self.call(
+            "POST", f"/v1/keys/{quote(id, safe='')}/rotate", json={"overlap": overlap}
+        )
+        return made
+
+    async def revoke_key(self, id: str) -> Mapping[str, Any]:
+        """From now on the key is good for nothing. Idempotent."""
+        gone: Mapping[str, Any] = await self.call("DELETE", f"/v1/keys/{quote(id, safe='')}")
+        return gone
+
+    async def quota(self, project: str | None = None) -> Mapping[str, Any]:
+        """The project's limits, and what it has now."""
+        return await self._got(
+            "/v1/quota" if project is None else f"/v1/projects/{quote(project, safe='')}/quota"
+        )
+
+    async def set_quota(self, project: str, **limits: float | None) -> Mapping[str, Any]:
+        """Change a project's limits (alive, cpus, memory, storage, creates, pool, requests, burst); ``None``:
+        no limit. For operators.
+        """
+        path = f"/v1/projects/{quote(project, safe='')}/quota"
+        changed: Mapping[str, Any] = await self.call("PATCH", path, json=limits, safe=True)
+        return changed
+
+    async def _got(self, path: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await self.call("GET", path)
+        return found
+
 
 _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncService] = WeakKeyDictionary()
 
@@ -147,17 +215,23 @@ class Opening(Generic[_Made]):
         await self._made.__aexit__(*reason)
 
 
+async def ask(service: AsyncService | None, method: str, path: str, **options: Any) -> Any:
+    """One call to this service, else to the configured one; options as for ``Transport.call``."""
+    held = of(service)
+    try:
+        return await (await held.transport()).call(method, path, **options)
+    finally:
+        await held.release()
+
+
 async def items(
-    service: AsyncService | None,
-    path: str,
-    make: Callable[[Any], _Made],
-    params: Mapping[str, Any] | None = None,
-) -> AsyncIterator[_Made]:
-    """Everything in a list of the API, as values of the SDK."""
+    service: AsyncService | None, path: str, params: Mapping[str, Any] | None = None
+) -> AsyncIterator[Any]:
+    """Everything in a list of the API."""
     held = of(service)
     try:
         transport = await held.transport()
         async for value in transport.pages(path, params):
-            yield make(value)
+            yield value
     finally:
         await held.release()

@@ -40,7 +40,9 @@ class Settings:
     @property
     def socket(self) -> str | None:
         """The path of the unix socket, or ``None``."""
-        return self.url.removeprefix("unix://") if self.url.startswith("unix://") else None
+        if not self.url.startswith("unix:"):
+            return None
+        return self.url.removeprefix("unix:").removeprefix("//")
 
     @property
     def base(self) -> str:
@@ -92,7 +94,7 @@ def check(settings: Settings) -> Settings:
     """
     from urllib.parse import urlsplit
 
-    hint = f"for example {URL}=http://127.0.0.1:7070, https://sandboxes.example or unix:///run/ringfence/api.sock"
+    hint = f"for example {URL}=http://127.0.0.1:8717, https://sandboxes.example or unix:///run/ringfence/api.sock"
     try:
         parts = urlsplit(settings.url)
         port = parts.port

@@ -103,7 +103,8 @@ class Transport:
         content: Body | None = None,
         key: str = "",
         safe: bool = False,
-        timeout: float | None = None,  # noqa: ASYNC109
+        once: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """One request; the JSON of its answer, ``None`` if it has no body.
 
@@ -115,6 +116,7 @@ class Transport:
             content: see ``json``.
             key: the Idempotency-Key, which makes a POST safe to repeat.
             safe: it may be repeated although it is a POST: doing it twice is doing it once.
+            once: it must not be repeated although its method says so (a PUT that appends).
             timeout: seconds without an answer, if not the usual.
 
         Raises:
@@ -123,7 +125,7 @@ class Transport:
         """
         response = await self.answer(
             method, path, json=json, params=params, headers=headers, content=content, key=key, safe=safe,
-            timeout=timeout,
+            once=once, timeout=timeout,
         )  # fmt: skip
         if not response.content:
             return None
@@ -143,14 +145,15 @@ class Transport:
         content: Body | None = None,
         key: str = "",
         safe: bool = False,
-        timeout: float | None = None,  # noqa: ASYNC109
+        once: bool = False,
+        timeout: float | None = None,
     ) -> httpx2.Response:
         """As :meth:`call`, but the whole answer, its body read."""
         own = dict(headers or {})
         if key:
             own["idempotency-key"] = key
-        once = not (content is None or isinstance(content, bytes))
-        repeatable = not once and (safe or bool(key) or method in _SAFE)
+        flows = not (content is None or isinstance(content, bytes))
+        repeatable = not (flows or once) and (safe or bool(key) or method in _SAFE)
         retry = Retry(self.settings.retry_for)
         while True:
             try:
@@ -161,7 +164,7 @@ class Transport:
             except self._errors.TransportError as error:
                 failure = self._translate(error)
                 unsent = (
-                    isinstance(error, self._errors.ConnectError | self._errors.ConnectTimeout) and not once
+                    isinstance(error, self._errors.ConnectError | self._errors.ConnectTimeout) and not flows
                 )
                 late = isinstance(error, self._errors.TimeoutException) and not unsent
                 if late or not (unsent or repeatable) or not retry.allows():
@@ -171,8 +174,25 @@ class Transport:
             if response.status_code < 400:
                 return response
             failure = failures.from_response(response.status_code, response.headers, response.content)
-            if not await _again(failure, retry, repeatable=repeatable, once=once):
+            if not await _again(failure, retry, repeatable=repeatable, once=flows):
                 raise failure
+
+    async def raw(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | None = None,
+    ) -> httpx2.Response:
+        """What a server inside a sandbox answers, whatever it is. The key does not go along."""
+        request = self._client.build_request(method, path, headers=dict(headers or {}), content=content)
+        if "authorization" not in {name.lower() for name in headers or {}}:
+            request.headers.pop("authorization", None)
+        try:
+            return await self._client.send(request)
+        except self._errors.TransportError as error:
+            raise self._translate(error) from error
 
     @asynccontextmanager
     async def stream(

@@ -17,6 +17,7 @@ from ringfence.sdk.results import (
     CodeError,
     CodeResult,
     CommandResult,
+    ContextInfo,
     FileInfo,
     LogEntry,
     ProcessInfo,
@@ -28,6 +29,7 @@ from ringfence.sdk.results import (
 )
 
 Command = str | Sequence[str]
+MOST_INLINE = 4 * 1024 * 1024  # bytes of input that go along with the request for a command
 
 
 def segment(text: str, what: str = "id") -> str:
@@ -82,7 +84,7 @@ def sandbox(value: Mapping[str, Any]) -> SandboxInfo:
         labels=dict(value.get("labels") or {}),
         created_at=number(value.get("created_at")) or 0.0,
         started_at=number(value.get("started_at")),
-        deadline=number(value.get("deadline")),
+        deadline=number(value.get("deadline")) or None,
         cause=str(value.get("cause") or end.get("cause") or ""),
         detail=str(value.get("detail") or end.get("detail") or ""),
         boundary=value.get("boundary"),
@@ -122,6 +124,13 @@ def result(
         lost=lost,
         timed_out=bool(value.get("timed_out")) or cause == "deadline",
     )
+
+
+def with_lost(found: CommandResult, lost: int) -> CommandResult:
+    """The same, with so many bytes of output missing."""
+    from dataclasses import replace
+
+    return replace(found, lost=lost)
 
 
 def file(value: Mapping[str, Any]) -> FileInfo:
@@ -168,6 +177,7 @@ def snapshot(value: Mapping[str, Any]) -> SnapshotInfo:
     """A saved sandbox."""
     return SnapshotInfo(
         name=str(value.get("name") or value.get("id") or ""),
+        id=str(value.get("id") or ""),
         kind=str(value.get("kind") or ""),
         runtime=str(value.get("runtime") or ""),
         size=int(value.get("size") or 0),
@@ -205,16 +215,42 @@ def code(value: Mapping[str, Any]) -> CodeResult:
         str(value.get("stderr") or ""),
         tuple(rich(each) for each in value.get("results") or ()),
         code_error(value.get("error")),
-        int(value.get("count") or value.get("execution_count") or 0),
+        str(value.get("status") or "ok"),
+        int(value.get("count") or 0),
+        value.get("exit_code"),
+        bool(value.get("truncated")),
     )
 
 
 def rich(value: Mapping[str, Any]) -> Rich:
     """One result in all its forms."""
-    data = value.get("data", value)
     return Rich(
-        dict(data) if isinstance(data, Mapping) else {"text/plain": str(data)}, bool(value.get("main", True))
+        text=str(value.get("text") or ""),
+        json=value.get("json"),
+        data=value.get("data"),
+        rows=value.get("rows"),
+        chart=value.get("chart"),
+        extra=dict(value.get("extra") or {}),
+        main=bool(value.get("main")),
+        html=value.get("html"),
+        markdown=value.get("markdown"),
+        svg=value.get("svg"),
+        latex=value.get("latex"),
+        javascript=value.get("javascript"),
+        png=_bytes(value.get("png")),
+        jpeg=_bytes(value.get("jpeg")),
+        pdf=_bytes(value.get("pdf")),
     )
+
+
+def _bytes(text: object) -> bytes | None:
+    return base64.b64decode(text) if isinstance(text, str) else None
+
+
+def context(value: Mapping[str, Any]) -> ContextInfo:
+    """An interpreter."""
+    running = value.get("running", True) is not False
+    return ContextInfo(str(value["id"]), str(value.get("language", "")), value.get("cwd"), running)
 
 
 def number(value: Any) -> float | None:
@@ -233,8 +269,8 @@ def policy(value: Any) -> Any:
     """A policy as the wire says it: a preset's name, or the document of a policy file."""
     if value is None or isinstance(value, dict | str):
         return value
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
+    if hasattr(value, "to_wire"):
+        return value.to_wire()
     from ringfence.model import policies
     from ringfence.model.policy import Policy
 
@@ -244,6 +280,60 @@ def policy(value: Any) -> Any:
         f"policy: {type(value).__name__} is no policy",
         hint="pass a Policy, the name of a preset, or a dictionary",
     )
+
+
+def command(
+    words: Command, *, env: Mapping[str, str] | None, cwd: str | None, timeout: float | None, root: bool
+) -> dict[str, Any]:
+    """What a command is to be; text is a line for the shell inside."""
+    start = filled(env=dict(env) if env else None, cwd=cwd, timeout=timeout, as_root=root or None)
+    if isinstance(words, str):
+        if not words:
+            raise InvalidRequest("a command needs at least one word", hint="for example 'python3 -V'")
+        return start | {"command": words}
+    return start | {"argv": argv(words)}
+
+
+def contents(files: Mapping[str, str | bytes]) -> dict[str, Any]:
+    """Contents of files as JSON."""
+    found: dict[str, Any] = {}
+    for name, content in files.items():
+        text = content if isinstance(content, str) else None
+        if text is None:
+            encoded = base64.b64encode(bytes(content)).decode()  # type: ignore[arg-type]
+            found[name] = {"content": encoded, "encoding": "base64"}
+        else:
+            found[name] = text
+    return found
+
+
+def encoded(data: bytes | str) -> tuple[str, str]:
+    """Text and how it is encoded."""
+    if isinstance(data, str):
+        return data, "utf-8"
+    try:
+        return data.decode(), "utf-8"
+    except UnicodeDecodeError:
+        return base64.b64encode(data).decode(), "base64"
+
+
+def volumes(given: Any) -> list[dict[str, Any]] | None:
+    """Volumes to attach: path → volume or name (writable), or the API's own list."""
+    if not given:
+        return None
+    if isinstance(given, Mapping):
+        return [
+            {"volume": str(getattr(volume, "id", volume)), "path": path, "read_only": False}
+            for path, volume in given.items()
+        ]
+    return [{**each, "volume": str(getattr(each.get("volume"), "id", each.get("volume")))} for each in given]
+
+
+def port_number(port: int) -> int:
+    """A port. Raises InvalidRequest."""
+    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
+        raise InvalidRequest(f"port {port!r} is not 1 to 65535")
+    return port
 
 
 def filled(**values: Any) -> dict[str, Any]:

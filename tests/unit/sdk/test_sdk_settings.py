@@ -95,7 +95,14 @@ def test_an_impossible_address_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:80", "https://far.example", "unix:///run/x.sock", "http://localhost"]
+    "url",
+    [
+        "http://127.0.0.1:80",
+        "https://far.example",
+        "unix:///run/x.sock",
+        "unix:/run/x.sock",
+        "http://localhost",
+    ],
 )
 def test_a_possible_address_is_taken(url: str) -> None:
     assert settings.check(Settings(url, "key")).url == url
