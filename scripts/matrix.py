@@ -136,7 +136,9 @@ def cold(entry: Table) -> str:
 def memory(entry: Table) -> str:
     """What one idle sandbox takes from the host."""
     found = entry.get("memory")
-    return f"{found['value']:.1f} MB" if found else NOTHING
+    return (
+        f"{max(0.0, found['value']):.1f} MB" if found else NOTHING
+    )  # next to nothing may measure below zero
 
 
 def probe(entry: Table) -> str:
