@@ -20,13 +20,14 @@ PORT = 8717
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = (
-        "Serve sandboxes over HTTP until SIGTERM. Starts the node (the only part with privileges) and the API, "
-        "watches over them, and adopts the sandboxes that live already. Started as root, the API runs as a user "
-        "of its own without any capability. The first start makes a key and prints it, once."
+        "Serve sandboxes over HTTP until SIGTERM. Starts the node (the only part with privileges) and the "
+        "API, watches over them, and adopts the sandboxes that live already. Started as root, the API runs "
+        "as a user of its own without any capability. The first start makes a key and prints it, once."
     )
     parser.epilog = (
-        "examples:\n  ringfence serve\n  ringfence serve --store postgresql://ringfence@db/ringfence --workers 2\n"
-        "  ringfence serve --bind 0.0.0.0:443 --tls-cert cert.pem --tls-key key.pem --domain boxes.example.com"
+        "examples:\n  ringfence serve\n"
+        "  ringfence serve --store postgresql://ringfence@db/ringfence --workers 2\n"
+        "  ringfence serve --bind 0.0.0.0:443 --tls-cert cert.pem --tls-key key.pem --domain boxes.example"
     )
     parser.add_argument(
         "--bind", metavar="ADDRESS:PORT", default=f"127.0.0.1:{PORT}", help="where to listen (127.0.0.1:8717)"

@@ -1,7 +1,7 @@
-"""The server's edge: uvicorn's protocols with limits on what a client may send before anybody knows who it is.
+"""The server's edge: uvicorn's protocols with limits on what a client may send before we know who it is.
 
-Heads have a size, a number of fields and a time; a client that has closed its sending half gets its answer; what
-can't be parsed is answered in the documented shape.
+Heads have a size, a number of fields and a time; a client that has closed its sending half gets its answer;
+what can't be parsed is answered in the documented shape.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ class Worker:
     key), ``told`` is where it says that it is ready and which key it made.
 
     ``node``: the node's socket. ``owner``: names this process among those that share the store, also after a
-    restart. ``state``: a folder of the API's own. ``uid``: what it must run as, without any capability; ``None``:
-    as whoever started it.
+    restart. ``state``: a folder of the API's own. ``uid``: what it must run as, without any capability;
+    ``None``: as whoever started it.
     """
 
     store: str

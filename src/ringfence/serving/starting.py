@@ -1,4 +1,4 @@
-"""From what `ringfence serve` was asked for to running processes: checks, folders, sockets, the supervisor."""
+"""From what `ringfence serve` was asked for to processes: checks, folders, sockets, the supervisor."""
 
 from __future__ import annotations
 

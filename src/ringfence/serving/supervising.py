@@ -137,7 +137,7 @@ class Supervisor:
             self.children.append(Child(name, lambda n=number: self._start_api(n), said))  # type: ignore[misc]
 
     async def run(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
-        """Start all, serve until ``stop``, end all; the API first, so that nobody asks a node that is gone."""
+        """Start all, serve until ``stop``, end all; the API first: nobody asks a node that is gone."""
         try:
             for child in self.children:
                 await child.begin()
