@@ -1,7 +1,9 @@
-"""``ringfence sandbox``: what can be done with a sandbox that was kept.
+"""``ringfence sandbox``: what can be done with sandboxes, of a service or of this machine's own node.
 
-Each verb is (what it does, options, work, examples) in ``VERBS``. Those that only look, or run a command,
-leave the sandbox to whoever holds it; the others take it over for a moment, one ``ringfence`` at a time.
+With a service configured (``ringfence login``, ``RINGFENCE_URL``) every verb speaks to it. Without one, those
+for sandboxes that ``run --keep`` left do their work here. Each verb is (what it does, options, work,
+examples) in ``VERBS``. Here, those that only look, or run a command, leave the sandbox to whoever holds it;
+the others take it over for a moment, one ``ringfence`` at a time.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import argparse
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ringfence.cli import listing, stopping
+from ringfence.cli import listing, sandbox_options, stopping
 from ringfence.cli.output import print_json, safe
 from ringfence.cli.parsing import Parser, add_json, add_verbs
+from ringfence.cli.remote import either, only
 
 if TYPE_CHECKING:
     from ringfence.node.sandboxes import NodeSandbox
@@ -21,11 +24,13 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 DESCRIPTION = """\
-A sandbox that was started with `ringfence run --keep` lives until its deadline. It can be used, saved, copied
-and begun anew by its id."""
+A sandbox lives until its deadline, and can be used, saved, copied and begun anew by its id, or by its name.
+With a service (`ringfence login`, or RINGFENCE_URL) these are the service's; else those that `ringfence run
+--keep` left on this machine. RINGFENCE_URL=local asks for the latter in any case."""
 
 EPILOG = """\
 examples:
+  ringfence sandbox create --name build && ringfence sandbox exec build -- make
   ringfence run --keep --name build -- sh -c 'echo 1 > state'
   ringfence sandbox ls             # every verb has --json and --help
   ringfence sandbox exec ID -- cat state
@@ -246,49 +251,136 @@ Verb = tuple[
     Callable[[argparse.Namespace], int],
     tuple[str, ...],
 ]
+ID = "sb-01h9z3k8w6q4n2v7c5x0"
 VERBS: dict[str, Verb] = {
-    "ls": ("list kept sandboxes", listing.configure, listing.main, ()),
+    "create": (
+        "start a sandbox of a service",
+        sandbox_options.create,
+        only("remote_sandbox", "create"),
+        (
+            "create --name build --timeout 1h",
+            "create --memory 256M --file data.csv:/workspace/data.csv -e LANG=C.UTF-8",
+            "create --pool small --label team=blue --json | jq -r .id",
+        ),
+    ),
+    "ls": (
+        "list sandboxes: the service's, or those that were kept here",
+        sandbox_options.ls,
+        either(listing.main, "remote_sandbox", "ls"),
+        ("ls", "ls --label team=blue --all", "ls --json | jq -r '.sandboxes[].id'"),
+    ),
     "show": (
         "show a sandbox: its measured boundary, what it took, what runs",
         _one,
-        _show,
-        ("show sb-01h9z3k8w6q4n2v7c5x0", "show --json sb-01h9z3k8w6q4n2v7c5x0 | jq .boundary"),
+        either(_show, "remote_sandbox", "show"),
+        (f"show {ID}", f"show --json {ID} | jq .boundary"),
     ),
     "exec": (
         "run a command in a sandbox; input, output and signals pass through",
         _exec_options,
-        _exec,
-        (
-            "exec sb-01h9z3k8w6q4n2v7c5x0 -- ls -l",
-            "exec -i sb-01h9z3k8w6q4n2v7c5x0 -- bash",
-            "exec -w /tmp -e LANG=C sb-01h9z3k8w6q4n2v7c5x0 -- sort < names",
-        ),
+        either(_exec, "remote_exec", "execute"),
+        (f"exec {ID} -- ls -l", f"exec -i {ID} -- bash", f"exec -w /tmp -e LANG=C {ID} -- sort < names"),
     ),
-    "pause": ("stop everything in a sandbox for a while", _one, _pause, ("pause sb-01h9z3k8w6q4n2v7c5x0",)),
-    "resume": ("let a paused sandbox go on", _one, _resume, ("resume sb-01h9z3k8w6q4n2v7c5x0",)),
+    "shell": (
+        "a shell in a sandbox of a service",
+        sandbox_options.shell,
+        only("remote_exec", "shell"),
+        (f"shell {ID}", "shell build"),
+    ),
+    "code": (
+        "run code in a sandbox's interpreter; variables live on from call to call",
+        sandbox_options.code,
+        only("remote_exec", "code"),
+        (f"code {ID} 'x = 6'", f"code {ID} 'x * 7'", f"code {ID} --file job.py --save pictures"),
+    ),
+    "cp": (
+        "copy files and folders into and out of a sandbox of a service",
+        sandbox_options.cp,
+        only("remote_files", "cp"),
+        (f"cp data.csv {ID}:/workspace/", f"cp {ID}:report report", f"cp {ID}:out.log - | less"),
+    ),
+    "ls-files": (
+        "list files in a sandbox of a service",
+        sandbox_options.ls_files,
+        only("remote_files", "ls_files"),
+        (f"ls-files {ID}", f"ls-files -l -R {ID} /workspace"),
+    ),
+    "port": (
+        "how a port inside is reached: its address with a token, or a local port that leads there",
+        sandbox_options.port,
+        only("remote_files", "port"),
+        (f"port {ID} 8000", f"port {ID} 5432 --forward 15432"),
+    ),
+    "logs": (
+        "what happened to a sandbox of a service",
+        sandbox_options.logs,
+        only("remote_sandbox", "logs"),
+        (f"logs {ID}", f"logs -f {ID}"),
+    ),
+    "changes": (
+        "files that a sandbox of a service added, modified or deleted",
+        _one,
+        only("remote_sandbox", "changes"),
+        (f"changes {ID}",),
+    ),
+    "pause": (
+        "stop everything in a sandbox for a while",
+        _one,
+        either(_pause, "remote_sandbox", "pause"),
+        (f"pause {ID}",),
+    ),
+    "resume": (
+        "let a paused sandbox go on",
+        _one,
+        either(_resume, "remote_sandbox", "resume"),
+        (f"resume {ID}",),
+    ),
     "snapshot": (
         "save a sandbox; it goes on",
         _snapshot_options,
-        _snapshot,
-        ("snapshot sb-01h9z3k8w6q4n2v7c5x0 --name ready", "snapshot --disk sb-01h9z3k8w6q4n2v7c5x0"),
+        either(_snapshot, "remote_sandbox", "snapshot"),
+        (f"snapshot {ID} --name ready", f"snapshot --disk {ID}"),
     ),
     "restore": (
         "start a sandbox from a snapshot, and keep it",
         _restore_options,
-        _restore,
+        either(_restore, "remote_sandbox", "restore"),
         ("restore ready", "restore ready --name second"),
     ),
     "fork": (
         "copies of a sandbox, each with an identity of its own",
         _fork_options,
-        _fork,
-        ("fork sb-01h9z3k8w6q4n2v7c5x0 -n 3",),
+        either(_fork, "remote_sandbox", "fork"),
+        (f"fork {ID} -n 3",),
     ),
     "reset": (
         "begin anew from the template: no process and no file is left, the id stays",
         _one,
-        _reset,
-        ("reset sb-01h9z3k8w6q4n2v7c5x0",),
+        either(_reset, "remote_sandbox", "reset"),
+        (f"reset {ID}",),
     ),
-    "rm": ("end sandboxes and remove what is theirs", stopping.configure, stopping.main, ()),
+    "extend": (
+        "let a sandbox of a service live for so long from now",
+        sandbox_options.extend,
+        only("remote_sandbox", "extend"),
+        (f"extend {ID} 2h",),
+    ),
+    "wait": (
+        "wait until a sandbox of a service is in a state; exit 1 if it ends in another",
+        sandbox_options.wait,
+        only("remote_sandbox", "wait"),
+        (f"wait {ID}", f"wait {ID} --state stopped --timeout 1h"),
+    ),
+    "kill": (
+        "end sandboxes and remove what is theirs; the same as rm",
+        stopping.configure,
+        either(stopping.main, "remote_sandbox", "kill"),
+        (f"kill {ID}", "kill build", "kill --all --grace 0s"),
+    ),
+    "rm": (
+        "end sandboxes and remove what is theirs",
+        stopping.configure,
+        either(stopping.main, "remote_sandbox", "kill"),
+        (),
+    ),
 }
