@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from ringfence.guest.contexts.reading import Place, Reader
@@ -49,6 +50,7 @@ class Call:
         self.id = id
         self.context = context
         self.place = place  # after the last event that was yielded
+        self.admit: Callable[[int], Awaitable[int]] | None = None  # how many of so many bytes may go out
         self._process = process
         self._reader = reader
         self._ready: deque[tuple[Place, ContextEvent]] = deque()
@@ -89,6 +91,9 @@ class Call:
         except StopAsyncIteration:
             self._gone()
             return
+        if self.admit is not None and await self.admit(len(piece.data)) < len(piece.data):
+            self._gone("was ended: its sandbox has put out as much as it may")
+            return
         for place, event in self._reader.feed(*piece):
             self._ready.append((place, self._finished(event) if isinstance(event, Finished) else event))
 
@@ -107,10 +112,10 @@ class Call:
         else:
             self._deadline = None
 
-    def _gone(self) -> None:
+    def _gone(self, how: str = "") -> None:
         """The context's process has ended in the middle of the call."""
         end = self._process.exit
-        how = "ended" if end is None else f"ended with status {end.status}"
+        how = how or ("ended" if end is None else f"ended with status {end.status}")
         if self._late:
             self._ready.append(
                 (self.place, Failure("TimeoutError", f"the context {how} after the time limit"))
