@@ -86,7 +86,7 @@ class NodeSandbox:
         given = journal.record.get("deadline_at")  # another one than the policy's
         self.deadline = float(given or started_at + request.policy.door.limits.timeout)
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self.supervisor = Supervisor(handle, group, supervisor_watched, before_kill=self._keep_upper)
+        self.supervisor = Supervisor(handle, group, supervisor_watched, before_kill=self._before_kill)
         self.supervisor.output = int(journal.record.get("output", 0))  # counted by the node before
         self._limits = limits
         self._release = release
@@ -238,7 +238,7 @@ class NodeSandbox:
         if watched.cpu_time is not None:
             watched = dataclasses.replace(watched, cpu_time=max(0.0, watched.cpu_time - self._carried_cpu))
         self.handle, self.root, self.group = handle, root, group
-        self.supervisor = Supervisor(handle, group, watched, before_kill=self._keep_upper)
+        self.supervisor = Supervisor(handle, group, watched, before_kill=self._before_kill)
         self.supervisor.output = old.output
         self._commands = 0
         self.watch()
@@ -306,6 +306,12 @@ class NodeSandbox:
             return changes.of_folders(top, self.root.writable, self.root.lowers)
         finally:
             os.close(top)
+
+    def _before_kill(self) -> None:
+        self._keep_upper()
+        if self.request.keep and self.supervisor.cause is not None:
+            # Should we die now: the next node ends it, and knows why.
+            self.mark("cause", [self.supervisor.cause.value, self.supervisor.detail])
 
     def _keep_upper(self) -> None:
         if self._upper is None and isinstance(self.runtime, Layered) and not self.ended.done():

@@ -141,7 +141,7 @@ class Supervisor:
                     Cause.RUNTIME_CRASH,
                     f"the sandbox's first process {how} without being asked to",
                 )
-        return End(cause, _EXIT_CODES.get(cause, 137), detail, reported=False)
+        return end_of(cause, detail)
 
     def _check_deadline(self) -> None:
         left = self.watched.deadline - now()
@@ -174,6 +174,11 @@ class Supervisor:
 
     def _later(self, name: str, delay: float, call: Callable[[], None]) -> None:
         self._timers[name] = asyncio.get_running_loop().call_later(delay, call)
+
+
+def end_of(cause: Cause, detail: str) -> End:
+    """The end of a whole wall for this cause."""
+    return End(cause, _EXIT_CODES.get(cause, 137), detail, reported=False)
 
 
 def _describe(ended: Exit) -> str:

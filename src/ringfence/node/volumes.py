@@ -60,7 +60,7 @@ class Volumes:
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             for left in self.folder.glob(f"*{PART}"):
-                shutil.rmtree(left, ignore_errors=True)
+                _discard(left)
         except OSError as error:
             raise host_limit(error, f"make {self.folder}") from error
         if self._root and str(self.folder) not in _mounts():
@@ -125,8 +125,8 @@ class Volumes:
         if program is None:
             raise HostLimit("volumes need mkfs.ext4, which is not on this host", hint="install e2fsprogs")
         work = self.folder / (name + PART)
-        shutil.rmtree(work, ignore_errors=True)
         try:
+            _discard(work)
             work.mkdir(0o700)
             (work / MOUNT).mkdir(0o700)
             image = work / IMAGE
@@ -145,15 +145,14 @@ class Volumes:
                 _umount(str(work / MOUNT))
             os.rename(work, place)
         except OSError as error:
-            shutil.rmtree(work, ignore_errors=True)
+            _discard(work)
             raise host_limit(
                 error,
                 f"make a volume of {format_size(quota)} in {self.folder}",
                 hint="free some space there, or ask for less",
             ) from error
         except BaseException:
-            _umount(str(work / MOUNT))
-            shutil.rmtree(work, ignore_errors=True)
+            _discard(work)
             raise
 
     def mounted(self, name: str) -> Path:
@@ -188,9 +187,9 @@ class Volumes:
             raise WrongState(f"volume {name} is in use", hint="end the sandboxes that have it first")
         try:
             gone = self.folder / (name + PART)
-            shutil.rmtree(gone, ignore_errors=True)
+            _discard(gone)
             os.rename(place, gone)
-            shutil.rmtree(gone)
+            _discard(gone)
         except OSError as error:
             raise host_limit(error, f"remove volume {name}") from error
 
@@ -333,6 +332,12 @@ def _umount(target: str) -> bool:
     while libc.umount2(os.fsencode(target), 8) == 0:  # UMOUNT_NOFOLLOW; again: it may be there twice
         pass
     return ctypes.get_errno() in (22, 2)  # EINVAL: no mount point; ENOENT
+
+
+def _discard(place: Path) -> None:
+    """Remove a half-made or half-removed volume; never the files of one that is mounted."""
+    if _umount(str(place / MOUNT)):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _call(command: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.ids import SANDBOX_ID
+from ringfence.placement import templating
 from ringfence.placement.values import placed_as_json, spec_from_json, texts
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class Calls:
             for name in (
                 "capacity", "runtimes", "start", "list", "get", "measure", "usage", "spent", "judge", "bind",
                 "pause", "resume", "snapshot", "remove_snapshot", "reset", "changes", "destroy",
-                "make_volume", "remove_volume", "volume_size",
+                "make_volume", "remove_volume", "volume_size", "templates", "add_template", "remove_template",
             )
         }  # fmt: skip
         self.sending: dict[str, Callable[[Arguments], AsyncGenerator[bytes, None]]] = {
@@ -122,6 +124,17 @@ class Calls:
 
     async def _volume_size(self, given: Arguments) -> Any:
         return await self._hosting.volumes.size(_text(given, "id"))
+
+    async def _templates(self, given: Arguments) -> Any:
+        return await asyncio.to_thread(templating.listed, self._hosting.node)
+
+    async def _add_template(self, given: Arguments) -> Any:
+        return await templating.add(
+            self._hosting.node, _text(given, "source"), _text(given, "name"), _mapping(given, "options")
+        )
+
+    async def _remove_template(self, given: Arguments) -> Any:
+        await asyncio.to_thread(templating.remove, self._hosting.node, _text(given, "name"))
 
 
 def _id(given: Arguments) -> str:

@@ -15,6 +15,7 @@ from ringfence.model.errors import InvalidRequest, RingfenceError
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.model.levels import Cause
 from ringfence.model.sandbox import End
+from ringfence.node import supervising
 from ringfence.node.groups import of_record
 from ringfence.node.journal import HANDLE
 from ringfence.node.troubles import host_limit
@@ -61,6 +62,14 @@ def as_known(end: End) -> dict[str, Any]:
     }
 
 
+def noted_cause(record: Mapping[str, Any]) -> tuple[Cause, str] | None:
+    """Why a node was about to end a sandbox, by its journal."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        cause, detail = record["cause"]
+        return Cause(cause), str(detail)
+    return None
+
+
 def bury(node: Node, graves: Graves, record: Mapping[str, Any]) -> None:
     """Note the end of a sandbox of ours that died while no node held it, from its journal and its cgroup."""
     if record.get("state") != HANDLE or str(record.get("service", "")) != node.service:
@@ -69,6 +78,8 @@ def bury(node: Node, graves: Graves, record: Mapping[str, Any]) -> None:
     group = of_record(node.cgroups, record)
     if record.get("boot") != node.boot:
         end = End(Cause.NODE_LOST, 125, "the machine was started anew", reported=False)
+    elif (told := noted_cause(record)) is not None:
+        end = supervising.end_of(*told)
     elif group.oom_kills():
         end = End(Cause.OUT_OF_MEMORY, 137, "the whole sandbox ran out of memory", reported=False)
     else:

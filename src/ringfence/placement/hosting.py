@@ -26,7 +26,7 @@ from ringfence.node.state import StateRoot
 from ringfence.node.volumes import RUNTIMES, Volumes
 from ringfence.placement.attaching import Attachments, no_volumes
 from ringfence.placement.contract import Capacity, Placed, PlacedSpec
-from ringfence.placement.graves import Graves, as_known, bury, service_folder
+from ringfence.placement.graves import Graves, as_known, bury, noted_cause, service_folder
 from ringfence.placement.judging import Judge
 from ringfence.placement.policies import owner_of, policy_of, same_wall
 from ringfence.placement.values import placed_as_json
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ringfence.node.sandboxes import NodeSandbox
 
 PROBED_FOR = 300.0  # seconds
+NOTED = 64  # a sandbox's output is written down so many times, at most, until it reaches its limit
 OnHappened = Callable[[str, str, dict[str, Any]], None]
 
 
@@ -235,6 +236,9 @@ class Hosting:
     # -- the end
 
     def _hold(self, sandbox: NodeSandbox) -> None:
+        told = noted_cause(sandbox.journal.record)
+        if told is not None:  # by a node that died before it was gone
+            sandbox.supervisor.kill(*told)
         self._judges[sandbox.id] = Judge(sandbox)
         watch = asyncio.get_running_loop().create_task(self._until_end(sandbox))
         self._watches[sandbox.id] = watch
@@ -320,9 +324,14 @@ class Hosting:
         """Count output."""
         if output < 0:
             raise InvalidRequest("output can't be less than nothing")
-        supervisor = self.sandbox(name).supervisor
+        sandbox = self.sandbox(name)
+        supervisor = sandbox.supervisor
         supervisor.count_output(output)
-        return max(0, supervisor.watched.output - supervisor.output)
+        limit = supervisor.watched.output
+        # The next node goes on counting, give or take a bit: not every piece is worth a line.
+        if supervisor.output - int(sandbox.journal.record.get("output", 0)) > limit // NOTED:
+            sandbox.mark("output", supervisor.output)
+        return max(0, limit - supervisor.output)
 
     async def judge(self, name: str, exit_code: int, sent: bool) -> dict[str, Any]:
         """Why a command ended."""
