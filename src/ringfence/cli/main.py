@@ -27,6 +27,7 @@ COMMANDS = {
     "stop": ("stopping", "end kept sandboxes and remove what is theirs; the same as `sandbox rm`"),
     "serve": ("serve", "serve sandboxes over HTTP: API, orchestrator and node in one command"),
     "node": ("node", "serve this machine's sandboxes to an API, over a unix socket"),
+    "egress": ("egress", "the door to the network: its log, open questions, secrets, and policies learned"),
     "completion": ("completion", "print the completion script for bash, zsh or tcsh"),
     "version": ("version", "print the version"),
 }

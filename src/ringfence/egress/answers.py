@@ -10,10 +10,11 @@ from ringfence.egress.http1 import BadMessage, Headers, ResponseHead
 from ringfence.egress.upstream import Unreachable
 
 _REASONS = {400: "Bad Request", 403: "Forbidden", 408: "Request Timeout", 413: "Content Too Large",
-            414: "URI Too Long", 417: "Expectation Failed", 421: "Misdirected Request",
-            429: "Too Many Requests", 431: "Request Header Fields Too Large", 500: "Internal Server Error",
-            501: "Not Implemented",
-            502: "Bad Gateway", 503: "Service Unavailable", 504: "Gateway Timeout"}  # fmt: skip
+            415: "Unsupported Media Type", 414: "URI Too Long", 417: "Expectation Failed",
+            421: "Misdirected Request", 429: "Too Many Requests",
+            431: "Request Header Fields Too Large", 500: "Internal Server Error",
+            501: "Not Implemented", 502: "Bad Gateway", 503: "Service Unavailable",
+            504: "Gateway Timeout"}  # fmt: skip
 
 
 def answer(door: Door, error: Refused | Unreachable | BadMessage) -> tuple[ResponseHead, bytes]:

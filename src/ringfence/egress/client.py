@@ -9,7 +9,7 @@ import os
 import pwd
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ class Doors:
     Every call may raise NodeUnavailable when the proxy process can't be reached.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], webhook: str = "") -> None:
         self._folder = folder
+        self._webhook = webhook
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
         self._messages: Messages | None = None
@@ -64,6 +65,7 @@ class Doors:
         *,
         dns: str | None = None,
         ca_file: str | None = None,
+        webhook: str = "",
         **settings: Any,
     ) -> Doors:
         """Start the proxy process, with its state in ``folder`` (made if missing, private).
@@ -72,17 +74,18 @@ class Doors:
             folder: logs, secrets, counters, sockets. Several processes may share one.
             dns: a DNS server to resolve names with, in place of the system's resolver.
             ca_file: authorities for upstream certificates, in place of the system's.
+            webhook: a URL that gets each question as JSON, and may answer `{"answer": "allow"}`.
             settings: others of ``ringfence.egress.engine.Settings``.
 
         Raises:
             NodeUnavailable: the process does not come up.
         """
         path = Path(folder)
-        await asyncio.to_thread(_prepare, path)
+        await asyncio.to_thread(prepare, path)
         values: dict[str, Any] = {"dns": dns, "ca_file": ca_file} | settings
         if os.geteuid() == 0:
             values["user"] = egress_user()
-        doors = cls(path, values)
+        doors = cls(path, values, webhook)
         await doors._launch()
         return doors
 
@@ -175,6 +178,10 @@ class Doors:
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(None)
                 return
+            if message["event"] == "egress.answered":
+                self._learn(message)
+            if message["event"] == "egress.asked" and self._webhook:
+                self._spawn(self._ask_webhook(message))
             if message["event"] == "egress.link_lost":
                 self._relink(message["sandbox"])
             self._publish(message)
@@ -235,6 +242,15 @@ class Doors:
         await self._call("open", descriptor, spec=_values(spec))
         self._specs[spec.sandbox] = (spec, dial)
 
+    async def _ask_webhook(self, event: dict[str, Any]) -> None:
+        """Post a question; an answer in the response is taken."""
+        from ringfence.egress.webhook import post
+
+        answered = await asyncio.to_thread(post, self._webhook, event)
+        if answered is not None:
+            with contextlib.suppress(RingfenceError):
+                await self.answer(event["id"], answered["allow"], remember=answered["remember"])
+
     def _relink(self, sandbox: str) -> None:
         if sandbox in self._specs and sandbox not in self._relinking and not self._closing:
             self._relinking.add(sandbox)
@@ -286,6 +302,77 @@ class Doors:
         pem: str = await self._call("ca", sandbox=sandbox)
         return pem.encode()
 
+    # -- questions
+
+    async def pending(self) -> list[dict[str, Any]]:
+        """Requests that are held until somebody answers: id, sandbox, host, port, method, path, expires."""
+        found: list[dict[str, Any]] = await self._call("pending")
+        return found
+
+    async def answer(self, number: str, allow: bool, *, remember: bool = False) -> dict[str, Any]:
+        """Answer a question. With ``remember`` it is a rule of the sandbox from now on, which is returned.
+
+        Raises:
+            NotFound: no such question is open (any more).
+        """
+        result: dict[str, Any] = await self._call("answer", id=number, allow=allow, remember=remember)
+        self._learn(result)
+        return result
+
+    def _learn(self, answered: dict[str, Any]) -> None:
+        """An answer that became a rule is one after a restart of the proxy, too."""
+        sandbox, rule = answered.get("sandbox", ""), answered.get("rule")
+        if rule is not None and sandbox in self._specs:
+            spec, dial = self._specs[sandbox]
+            allow = [one for one in spec.network.get("allow", []) if one != rule]
+            network = spec.network | {"allow": [*allow, rule]}
+            self._specs[sandbox] = (replace(spec, network=network), dial)
+
+    # -- secrets
+
+    async def secret_put(self, project: str, name: str, value: str) -> dict[str, Any]:
+        """Store a secret or rotate it; returns name, project, version, changed.
+
+        Raises:
+            InvalidRequest: the name or value can't be one.
+        """
+        info: dict[str, Any] = await self._call("secret_put", project=project, name=name, value=value)
+        return info
+
+    async def secret_list(self, project: str) -> list[dict[str, Any]]:
+        """The secrets of a project, without values."""
+        found: list[dict[str, Any]] = await self._call("secret_list", project=project)
+        return found
+
+    async def secret_remove(self, project: str, name: str) -> None:
+        """Forget a secret.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        await self._call("secret_remove", project=project, name=name)
+
+    async def placeholders(self, sandbox: str, names: Iterable[str]) -> dict[str, str]:
+        """What the sandbox may see in place of secrets, by name; the same at every call."""
+        found: dict[str, str] = await self._call("placeholders", sandbox=sandbox, names=list(names))
+        return found
+
+    async def revoke(self, sandbox: str, sandboxes: Iterable[str]) -> None:
+        """Placeholders of these sandboxes (its own, or ones it was forked from) are worth nothing now."""
+        await self._call("revoke", sandbox=sandbox, sandboxes=list(sandboxes))
+
+    # -- what was used
+
+    async def usage(self, of: str) -> dict[str, Any]:
+        """Requests, bytes and spend of ``sandbox/ID`` or ``project/ID``."""
+        found: dict[str, Any] = await self._call("usage", of=of)
+        return found
+
+    async def metrics(self) -> dict[str, Any]:
+        """Doors, connections, open questions, and circuit breakers that are not closed."""
+        found: dict[str, Any] = await self._call("metrics")
+        return found
+
     async def status(self) -> dict[str, Any]:
         """The process, and its doors with their connections."""
         found: dict[str, Any] = await self._call("status")
@@ -335,7 +422,8 @@ class Doors:
         await self.stop()
 
 
-def _prepare(folder: Path) -> None:
+def prepare(folder: Path) -> None:
+    """Make the folder and what is in it, for the proxy's user alone."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in ("sockets", "authorities", "usage", "records"):
         (folder / name).mkdir(mode=0o700, exist_ok=True)

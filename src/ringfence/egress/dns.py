@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from ipaddress import IPv4Address
+from typing import TYPE_CHECKING
 
 from ringfence.egress.names import BadHost, parse_host
-from ringfence.egress.policy import Rules
 from ringfence.egress.resolver import read_question, reply
+from ringfence.egress.secrets import PLACEHOLDER
+
+if TYPE_CHECKING:
+    from ringfence.egress.door import Door
 
 _BASE = int(IPv4Address("198.18.0.0"))
 _SIZE = 2**17 - 4
@@ -47,7 +51,7 @@ class MadeUpNames:
         """The name whose address this is."""
         return self._by_address.get(IPv4Address(address))
 
-    def answer(self, rules: Rules, message: bytes) -> bytes | None:
+    def answer(self, door: Door, message: bytes) -> bytes | None:
         """The answer to a DNS message; ``None``: it is none that deserves one."""
         try:
             name, _, class_ = read_question(message)
@@ -59,7 +63,7 @@ class MadeUpNames:
             return reply(message, [], NO_NAME)
         if class_ != 1 or not host.name:
             return reply(message, [], REFUSED)
-        if not rules.name_allowed(host.name):
+        if PLACEHOLDER.search(host.name) or not door.knows(host.name):
             return reply(message, [], NO_NAME)
         address = self.address(host.name)
         return reply(message, [] if address is None else [address], 0 if address is not None else REFUSED)

@@ -7,15 +7,21 @@ it) goes into the log as ``reported`` and decides nothing.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from ringfence.egress.inference import Guard
+from ringfence.egress.meter import OverBudget
 from ringfence.egress.names import Address, BadHost, Host, parse_host
+from ringfence.egress.outward import Pool
 from ringfence.egress.policy import Decision, Rule, Rules, Trust
+from ringfence.egress.secrets import PLACEHOLDER
 from ringfence.egress.upstream import Unreachable
 from ringfence.model import policies
 from ringfence.model.ids import new_id
+from ringfence.model.policy import Budget
 from ringfence.model.values import dataclass
 
 if TYPE_CHECKING:
@@ -82,21 +88,56 @@ class Flow:
         self.rule: Rule | None = None
         self.address = ""
         self.sent = self.received = 0
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[Any] | None = None
+        self.answered: list[Rule] = []  # what was allowed for this connection only
         self.cut: Decision | None = None  # why the policy's change ended it
         self.active = time.monotonic()
 
+    def allows(self, host: Host, port: int, protocol: str | None, method: str, path: str) -> Rule | None:
+        """The answer that somebody gave for this connection, if it is about this."""
+        for rule in self.answered:
+            if (
+                rule.covers(host)
+                and port in rule.ports
+                and (rule.protocol == "tcp") == (protocol == "tcp")
+                and (not rule.methods or method in rule.methods)
+                and (not rule.exact or path in rule.exact)
+            ):
+                return rule
+        return None
+
+    def begin(self) -> None:
+        """Another request on the same connection."""
+        self.id = new_id("eg")
+        self.started = time.time()
+        self.sent = self.received = 0
+        self.rule, self.address = None, ""
+
     def out(self, count: int) -> None:
-        """Bytes have gone out."""
+        """Bytes go out.
+
+        Raises:
+            Refused: they are over a budget.
+        """
         self.sent += count
         self.active = time.monotonic()
-        self.door.engine.meter.add(self.door, self.rule, sent=count)
+        self._count(count, 0)
 
     def back(self, count: int) -> None:
-        """Bytes have come back."""
+        """Bytes come back.
+
+        Raises:
+            Refused: they are over a budget.
+        """
         self.received += count
         self.active = time.monotonic()
-        self.door.engine.meter.add(self.door, self.rule, received=count)
+        self._count(0, count)
+
+    def _count(self, sent: int, received: int) -> None:
+        try:
+            self.door.engine.meter.add(self.door, self.rule, sent, received)
+        except OverBudget as error:
+            raise Refused(error.decision, 429, error.retry) from None
 
     def record(self, decision: Decision, **more: Any) -> None:
         """Write one line of the connection log."""
@@ -111,8 +152,13 @@ class Door:
         self.spec = spec
         self.answers: list[Rule] = []  # rules that somebody's answers have added
         self.network = policies.network_from_dict(spec.network)
+        self.project_budget = _budget(spec.project_budget)
+        self.patterns = [re.compile(text) for text in self.network.redact]
+        self.guard = None if self.network.inference is None else Guard(self.network.inference)
         self.rules = self._rules()
+        self.pool = Pool(self)
         self.flows: set[Flow] = set()
+        self.revoked: set[str] = set()  # of the family: their placeholders are worth nothing any more
         self.closed = False
 
     def _rules(self) -> Rules:
@@ -126,8 +172,21 @@ class Door:
             PolicyError: the rules are wrong; the old ones stay.
         """
         self.network = policies.network_from_dict(network)
+        self.patterns = [re.compile(text) for text in self.network.redact]
+        self.guard = None if self.network.inference is None else Guard(self.network.inference)
         self.rules = self._rules()
+        self.pool.drop()
         return self.judge_again()
+
+    def add_answer(self, rule: Rule) -> None:
+        """Somebody's answer is a rule from now on."""
+        self.answers.append(rule)
+        self.rules = self._rules()
+
+    def family(self) -> list[str]:
+        """The sandboxes whose placeholders this one may use: its own, and those that it inherited."""
+        own = (self.spec.sandbox, *self.spec.lineage)
+        return [one for one in own if one not in self.revoked]
 
     def judge_again(self) -> int:
         """End every connection that today's rules would not let through."""
@@ -166,6 +225,12 @@ class Door:
                 return None if decision.allowed else decision
         return None
 
+    def knows(self, name: str) -> bool:
+        """Whether a resolver inside has an address for this name."""
+        if self.network.learn or self.network.on_unknown == "ask":
+            return "." in name or self.rules.name_allowed(name)  # somebody may say yes yet
+        return self.rules.name_allowed(name) or (self.guard is not None and name == "inference")
+
     # -- may it pass?
 
     def host(self, text: str) -> Host:
@@ -194,9 +259,18 @@ class Door:
             Refused: the policy does not allow it.
             Unreachable: the name can't be resolved.
         """
+        if PLACEHOLDER.search(host.name):
+            self.engine.alarm(self, "a name", str(host)[:100])
+            raise refused("placeholder", "a placeholder of a secret in the name of a host")
         decision = self._judge(host, port, protocol, method, path)
         if not decision.allowed and decision.unknown:
-            decision = await self.engine.unknown(self, flow, host, port, protocol, method, path, decision)
+            rule = flow.allows(host, port, protocol, method, path)
+            if rule is not None:
+                decision = Decision(True, "asked", rule)
+            else:
+                decision = await self.engine.unknown(self, flow, host, port, protocol, method, path, decision)
+                if decision.allowed and decision.rule is not None:
+                    flow.answered.append(decision.rule)
         if not decision.allowed or decision.rule is None:
             raise Refused(decision)
         rule = decision.rule
@@ -213,6 +287,13 @@ class Door:
             return self.rules.request(host, port, "https" if protocol == "tls" else "http", method, path)
         return self.rules.connect(host, port, protocol)  # type: ignore[arg-type]
 
+    def tls_mode(self, flow: Flow, host: Host, port: int) -> str:
+        """Whether TLS of a connection is opened (``inspect``) or not (``pass``)."""
+        if self.network.learn and not self.rules.about(host, port):
+            return "inspect"  # the narrowest policy names methods and paths
+        answered = any(rule.inspect for rule in flow.answered if rule.covers(host))
+        return "inspect" if answered else self.rules.tls_mode(host, port)
+
     # -- connections
 
     async def serve(self, flow: Flow) -> None:
@@ -227,11 +308,19 @@ class Door:
     async def close(self) -> None:
         """End all connections. Idempotent."""
         self.closed = True
+        self.engine.questions.forget(self)
         tasks = [flow.task for flow in self.flows if flow.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=5.0)
+        await self.pool.close()
+
+
+def _budget(values: dict[str, Any] | None) -> Budget | None:
+    if values is None:
+        return None
+    return policies.network_from_dict({"mode": "egress", "budget": values}).budget
 
 
 __all__ = ["Door", "DoorSpec", "Flow", "Grant", "Refused", "Unreachable", "refused"]

@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ringfence.egress.asking import Questions, answer_rule
 from ringfence.egress.authority import Authorities
+from ringfence.egress.door import Door, Flow, Refused
 from ringfence.egress.keys import MasterKey
 from ringfence.egress.log import ConnectionLog
-from ringfence.egress.meter import Meter
+from ringfence.egress.meter import Meter, OverBudget
 from ringfence.egress.names import Host
-from ringfence.egress.policy import Decision
+from ringfence.egress.policy import Decision, Rule
+from ringfence.egress.recording import Records, Taking
+from ringfence.egress.redaction import Redactor
 from ringfence.egress.resolver import CachingResolver, DnsResolver, Resolver, SystemResolver
+from ringfence.egress.secrets import SecretStore
 from ringfence.egress.throttle import Bucket
 from ringfence.egress.upstream import Upstreams
 from ringfence.model.values import dataclass
-
-if TYPE_CHECKING:
-    from ringfence.egress.door import Door, Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,42 @@ class Engine:
         self.upstreams = Upstreams(CachingResolver(resolver), settings.ca_file)
         self.key = MasterKey(folder, settings.key_command)
         self.authorities = Authorities(folder, self.key)
-        self.meter = Meter()
+        self.meter = Meter(folder / "usage")
+        self.secrets = SecretStore(folder, self.key)
+        self.redactor = Redactor()
+        self.records = Records(folder, self.redactor)
+        self.questions = Questions(self._emit)
+        self.meter.emit = self._emit
         self.log = ConnectionLog(folder / "connections.jsonl")
         self.emit: Callable[[dict[str, Any]], None] = emit or (lambda event: None)
+        self.meter.start()
         self._buckets: dict[tuple[str, str], Bucket] = {}
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        self.emit(self.redactor.values(event))
 
     async def close(self) -> None:
         """Let go of the files."""
+        self.meter.close()
+        self.records.close()
         self.log.close()
+
+    def alarm(self, door: Door, where: str, host: str) -> None:
+        """A placeholder was on its way to where it does not belong: somebody is trying."""
+        spec = door.spec
+        event = {"event": "egress.alarm", "alarm": "placeholder", "sandbox": spec.sandbox, "where": where}
+        self._emit(event | {"project": spec.project, "task": spec.task, "host": host})
+
+    def begin(self, door: Door, rule: Rule) -> None:
+        """Count a request, if there is budget for it.
+
+        Raises:
+            Refused: there is not.
+        """
+        try:
+            self.meter.begin(door, rule)
+        except OverBudget as error:
+            raise Refused(error.decision, 429, error.retry) from None
 
     def bucket_out(self, door: Door) -> Bucket | None:
         """What holds back bytes that leave."""
@@ -81,6 +111,8 @@ class Engine:
 
     def forget(self, door: Door) -> None:
         """A door has closed."""
+        self.meter.forget(door.spec.sandbox)
+        self.records.forget(door.spec.sandbox)
         for way in ("out", "in"):
             self._buckets.pop((door.spec.sandbox, way), None)
 
@@ -95,7 +127,12 @@ class Engine:
         path: str,
         decision: Decision,
     ) -> Decision:
-        """What no rule allows: denied, or asked about."""
+        """What no rule allows: denied, asked about, or (while learning) allowed and written down."""
+        if door.network.learn:
+            rule = answer_rule(host, port, protocol, method, path, door.rules.trust, "learn")
+            return Decision(True, "learn", rule)
+        if door.network.on_unknown == "ask":
+            return await self.questions.ask(door, host, port, protocol, method, path, decision)
         return decision
 
     def record(self, door: Door, flow: Flow, decision: Decision, more: dict[str, Any]) -> None:
@@ -118,10 +155,23 @@ class Engine:
             "reported": None if flow.peer is None else {"port": flow.peer.port, "uid": flow.peer.uid},
         }
         line |= decision.as_dict() | more
+        if decision.allowed and door.network.record == "none":
+            return
         line = {key: value for key, value in line.items() if value is not None and value != ""}
+        line = self.redactor.values(line, door.patterns)
         self.log.write(line)
         if not decision.allowed:
             self.emit({"event": "egress.denied", **line})
+
+    def keep(self, door: Door, flow: Flow, taking: Taking, decision: Decision) -> None:
+        """Keep what was said."""
+        about = {
+            "at": round(flow.started, 3), "seconds": round(time.time() - flow.started, 4), "id": flow.id,
+            "sandbox": door.spec.sandbox, "project": door.spec.project, "task": door.spec.task,
+            "rule": None if decision.rule is None else decision.rule.label,
+            "reported": None if flow.peer is None else {"port": flow.peer.port, "uid": flow.peer.uid},
+        }  # fmt: skip
+        self.records.write(door.spec.sandbox, about, taking, door.patterns)
 
 
 def _dns(text: str) -> DnsResolver:

@@ -12,44 +12,18 @@ from collections.abc import AsyncIterator
 
 from ringfence.egress import http1
 from ringfence.egress.answers import answer
-from ringfence.egress.door import Door, Flow, Grant, Refused, refused
+from ringfence.egress.door import Door, Flow, Refused, refused
+from ringfence.egress.exchange import Exchange, Request
 from ringfence.egress.http1 import BadMessage, Incomplete, Reader, RequestHead, ResponseHead
-from ringfence.egress.names import Address, BadHost, Host, parse_host
+from ringfence.egress.names import BadHost, Host, parse_host
+from ringfence.egress.outward import H1Upstream, Upstream
 from ringfence.egress.policy import BadPath, Decision, normal_path
 from ringfence.egress.relay import relay
-from ringfence.egress.streams import BROKEN, Rewound, SocketStream, Stream, TlsStream
+from ringfence.egress.streams import BROKEN, Rewound
 from ringfence.egress.upstream import Unreachable
 
+_SMALL = 64 * 1024  # bytes of a body that goes out together with its head
 _HEAD_PATIENCE = 30.0  # seconds that a begun head may take
-_RETRIES = 2
-_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "QUERY"})
-_SMALL = 64 * 1024
-
-
-class Upstream:
-    """One connection to a server, ready for a request."""
-
-    def __init__(self, stream: Stream, grant: Grant, address: Address, scheme: str) -> None:
-        self.stream = stream
-        self.reader = Reader(stream)
-        self.grant = grant
-        self.address = address
-        self.scheme = scheme
-        self.used = 0
-
-    def fits(self, grant: Grant, scheme: str) -> bool:
-        """Whether it may carry a request with this grant."""
-        return (
-            self.scheme == scheme
-            and self.grant.host == grant.host
-            and self.grant.port == grant.port
-            and self.address in grant.addresses
-        )
-
-    async def close(self) -> None:
-        """End it."""
-        with contextlib.suppress(*BROKEN):
-            await self.stream.close()
 
 
 class Requests:
@@ -65,27 +39,22 @@ class Requests:
         self.door: Door = flow.door
         self.reader = reader
         self.fixed = fixed
-        self.upstream: Upstream | None = None
 
     async def serve(self) -> RequestHead | None:
         """Serve until the client leaves. Returns a CONNECT request if there is one: the caller's to serve."""
-        try:
-            while True:
-                try:
-                    head = await self._head()
-                    if head is None:
-                        return None
-                    if head.method == "CONNECT" and self.fixed is None:
-                        return head
-                    if not await self._one(head):
-                        return None
-                except BadMessage as error:
-                    self.flow.record(Decision(False, error.code, None, str(error)), status=error.status)
-                    await self._say(error)
+        while True:
+            try:
+                head = await self._head()
+                if head is None:
                     return None
-        finally:
-            if self.upstream is not None:
-                await self.upstream.close()
+                if head.method == "CONNECT" and self.fixed is None:
+                    return head
+                if not await self._one(head):
+                    return None
+            except BadMessage as error:
+                self.flow.record(Decision(False, error.code, None, str(error)), status=error.status)
+                await self._say(error)
+                return None
 
     async def _head(self) -> RequestHead | None:
         idle = self.door.network.idle_timeout
@@ -118,26 +87,30 @@ class Requests:
     async def _one(self, head: RequestHead) -> bool:
         """Serve one request; whether the connection goes on."""
         flow = self.flow
+        flow.begin()
+        front = _Front(self, head)
         try:
-            scheme, host, port, target = self._destination(head)
-            flow.host, flow.port = host, port
-            flow.protocol = "tls" if scheme == "https" else "http"
-            path, query = ("*", "") if target == "*" else self._path(target)
-            flow.method, flow.path = head.method, path
-            if head.upgrade and head.upgrade != "websocket":
-                raise refused("upgrade", f"an upgrade to {head.upgrade[:40]!r} is not let through", 400)
-            grant = await self.door.admit(flow, host, port, flow.protocol, head.method, path)
-            flow.rule = grant.rule
-            return await self._forward(head, grant, scheme, path + query)
+            try:
+                scheme, host, port, target = self._destination(head)
+                path, query = ("*", "") if target == "*" else self._path(target)
+            except Refused as error:
+                flow.record(error.decision, method=head.method, status=error.status)
+                raise
+            request = Request(
+                head.method, scheme, host, port, path, query, head.headers, head.length, head.upgrade
+            )
+            await Exchange(flow, front, self.door.pool).run(request)
+            return front.keep
         except (Refused, Unreachable) as error:
-            decision = error.decision if isinstance(error, Refused) else Decision(True, "allowed", flow.rule)
-            why = {} if isinstance(error, Refused) else {"error": error.code, "reason": str(error)}
-            flow.record(decision, method=head.method, path=flow.path, status=error.status, **why)
-            keep = head.keep and head.length == 0
+            if front.begun:
+                return False  # its end is missing: that is how the client knows
+            keep = head.keep and (head.length == 0 or front.read)
             await self._say(error, keep, head.method == "HEAD")
             return keep
-        finally:
-            flow.method = flow.path = ""
+        except (Incomplete, BadMessage):
+            if front.begun or not front.asked:
+                return False
+            raise
 
     def _destination(self, head: RequestHead) -> tuple[str, Host, int, str]:
         """Scheme, host, port and origin-form target of a request.
@@ -177,179 +150,78 @@ class Requests:
         except BadPath as error:
             raise refused("bad_path", f"the path is refused: {error}", 400) from None
 
-    # -- sending it on
 
-    async def _forward(self, head: RequestHead, grant: Grant, scheme: str, target: str) -> bool:
-        host = grant.host.bracketed()
-        if grant.port != (443 if scheme == "https" else 80):
-            host += f":{grant.port}"
-        data = http1.write_request(head.method, target, host, head.headers, head.length, head.upgrade)
-        if head.expects:
-            await self.reader.stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        first = b""
-        if 0 < head.length <= _SMALL and self.reader.held >= head.length:
-            first = await self.reader.some(head.length)
-        whole = head.length == len(first)
-        tries = 0
+class _Front:
+    """An HTTP/1.1 client's side of one exchange."""
+
+    def __init__(self, requests: Requests, head: RequestHead) -> None:
+        self._requests = requests
+        self._stream = requests.reader.stream
+        self._head = head
+        self._data = b""
+        self._chunked = False
+        self.begun = False
+        self.asked = False  # for the body
+        self.read = False  # the body, to its end
+        self.keep = False
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The request's body; a client that waits for a word before it sends one gets it."""
+        self.asked = True
+        if self._head.expects:
+            await self._stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        idle = self._requests.door.network.idle_timeout
+        body = self._requests.reader.body(self._head.length)
         while True:
-            upstream = await self._upstream(grant, scheme)
-            fresh = not upstream.used
-            upstream.used += 1
-            sender: asyncio.Task[None] | None = None
             try:
-                await self._send(upstream, data + first)
-                if not whole:
-                    sender = asyncio.ensure_future(self._send_body(upstream, head.length))
-                response = await self._response(upstream, head.method, sender)
-            except (*BROKEN, Incomplete, BadMessage) as error:
-                self.upstream = None
-                await upstream.close()
-                await _stop(sender)
-                tries += 1
-                if whole and tries <= _RETRIES and (not fresh or head.method in _IDEMPOTENT):
-                    # A connection that the server had given up meanwhile says nothing about the server.
-                    if fresh:
-                        await asyncio.sleep(0.1 * 4 ** (tries - 1))
-                    continue
-                raise Unreachable(
-                    f"{grant.host}:{grant.port} broke off: {error or 'no answer'}", 502, "broken"
-                ) from None
-            except BaseException:
-                self.upstream = None
-                await upstream.close()
-                await _stop(sender)
-                raise
-            return await self._bring(head, grant, upstream, response, sender)
+                async with asyncio.timeout(idle):
+                    data = await anext(body)
+            except StopAsyncIteration:
+                break
+            except TimeoutError:
+                raise Incomplete from None
+            yield data
+        self.read = True
 
-    async def _upstream(self, grant: Grant, scheme: str) -> Upstream:
-        held = self.upstream
-        if held is not None:
-            if held.fits(grant, scheme):
-                return held
-            self.upstream = None
-            await held.close()
-        engine = self.door.engine
-        patience = self.door.network.connect_timeout
-        stream, address = await engine.upstreams.connect(grant.host, grant.port, grant.addresses, patience)
-        self.flow.address = str(address)
-        secured: SocketStream | TlsStream = stream
-        if scheme == "https":
-            secured = await engine.upstreams.secure(stream, grant.host, "http/1.1", patience=patience)
-        self.upstream = Upstream(secured, grant, address, scheme)
-        return self.upstream
+    async def ready(self) -> bytes | None:
+        """See ``Front``."""
+        reader, length = self._requests.reader, self._head.length
+        if self._head.expects or not 0 < length <= _SMALL or reader.held < length:
+            return None
+        self.asked = self.read = True
+        return await reader.exactly(length)
 
-    async def _send(self, upstream: Upstream, data: bytes) -> None:
-        bucket = self.door.engine.bucket_out(self.door)
-        if bucket is not None:
-            await bucket.take(len(data))
-        self.flow.out(len(data))
-        await upstream.stream.write(data)
+    async def start(self, response: ResponseHead) -> None:
+        """The head waits for the first piece: both go out in one."""
+        keep = self._head.keep and (self._head.length == 0 or self.read)
+        self._data, self._chunked, self.keep = http1.write_response(response, keep, self._head.minor)
+        self.begun = True
 
-    async def _send_body(self, upstream: Upstream, length: int) -> None:
-        async for piece in self.reader.body(length):
-            await self._send(upstream, http1.chunk(piece) if length == -1 else piece)
-        if length == -1:
-            await upstream.stream.write(b"0\r\n\r\n")
+    async def piece(self, data: bytes) -> None:
+        """See ``Front``."""
+        data, self._data = self._data + (http1.chunk(data) if self._chunked else data), b""
+        await self._stream.write(data)
 
-    async def _response(
-        self, upstream: Upstream, method: str, sender: asyncio.Task[None] | None
-    ) -> ResponseHead:
-        """The head of the answer; one that comes before the request is whole is an answer too."""
-        while True:
-            reading = asyncio.ensure_future(self._head_of(upstream, method))
-            try:
-                if sender is not None and not sender.done():
-                    await asyncio.wait((reading, sender), return_when=asyncio.FIRST_COMPLETED)
-                    if sender.done() and not reading.done():
-                        sender.result()  # raises what broke
-                response = await reading
-            finally:
-                if not reading.done():
-                    await _stop(reading)
-            if response.status >= 200 or response.status == 101:
-                return response
+    async def finish(self) -> None:
+        """See ``Front``."""
+        data = self._data + (b"0\r\n\r\n" if self._chunked else b"")
+        if data:
+            await self._stream.write(data)
 
-    async def _head_of(self, upstream: Upstream, method: str) -> ResponseHead:
-        try:
-            async with asyncio.timeout(self.door.network.idle_timeout):
-                return http1.parse_response(await upstream.reader.head(), method)
-        except TimeoutError:
-            raise Unreachable(f"{upstream.grant.host} did not answer in time", 504, "timeout") from None
-
-    # -- bringing the answer back
-
-    async def _bring(
-        self,
-        head: RequestHead,
-        grant: Grant,
-        upstream: Upstream,
-        response: ResponseHead,
-        sender: asyncio.Task[None] | None,
-    ) -> bool:
-        flow = self.flow
-        if response.status == 101:
-            return await self._switch(head, upstream, response)
-        ended = False
-        data, chunked, keep = http1.write_response(response, head.keep, head.minor)
-        try:
-            bucket = self.door.engine.bucket_in(self.door)
-            async for piece in self._body(upstream, response):
-                if bucket is not None:
-                    await bucket.take(len(piece))
-                flow.back(len(piece))
-                await self.reader.stream.write(data + (http1.chunk(piece) if chunked else piece))
-                data = b""
-            if chunked:
-                data += b"0\r\n\r\n"
-            if data:
-                await self.reader.stream.write(data)
-            ended = True
-        except (BadMessage, Incomplete, TimeoutError) as error:
-            # The client must see that the answer is not whole: the connection ends without its last piece.
-            flow.record(Decision(True, "allowed", grant.rule), method=head.method, path=flow.path,
-                        status=response.status, error="broken", reason=str(error))  # fmt: skip
-            return False
-        finally:
-            early = sender is not None and not sender.done()
-            await _stop(sender)
-            if not ended or early or not response.keep or response.length == -2:
-                self.upstream = None
-                await upstream.close()
-        flow.record(
-            Decision(True, "allowed", grant.rule), method=head.method, path=flow.path, status=response.status
-        )
-        return keep and not early
-
-    async def _body(self, upstream: Upstream, response: ResponseHead) -> AsyncIterator[bytes]:
-        pieces = upstream.reader.body(response.length)
-        idle = self.door.network.idle_timeout
-        while True:
-            async with asyncio.timeout(idle):
-                try:
-                    piece = await anext(pieces)
-                except StopAsyncIteration:
-                    return
-            yield piece
-
-    async def _switch(self, head: RequestHead, upstream: Upstream, response: ResponseHead) -> bool:
+    async def switch(self, response: ResponseHead, upstream: Upstream) -> str:
         """A WebSocket: both sides agreed, and from here on it is bytes."""
-        self.upstream = None
-        flow = self.flow
-        try:
-            names = {name.lower(): value for name, value in response.headers}
-            if head.upgrade != "websocket" or "sec-websocket-accept" not in names:
-                raise Unreachable("the server switched to a protocol that was not asked for", 502, "upgrade")
-            lines = ["HTTP/1.1 101 Switching Protocols", "Connection: Upgrade", "Upgrade: websocket"]
-            lines += [f"{name}: {value}" for name, value in response.headers]
-            await self.reader.stream.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
-            inner = Rewound(self.reader.stream, self.reader.take())
-            outer = Rewound(upstream.stream, upstream.reader.take())
-            end = await relay(flow, inner, outer, self.door.network.idle_timeout)
-            flow.record(Decision(True, "allowed", flow.rule), method=head.method, path=flow.path, status=101,
-                        upgrade="websocket", end=end)  # fmt: skip
-        finally:
-            await upstream.close()
-        return False
+        names = {name.lower() for name, _ in response.headers}
+        if self._head.upgrade != "websocket" or "sec-websocket-accept" not in names:
+            raise Unreachable("the server switched to a protocol that was not asked for", 502, "upgrade")
+        if not isinstance(upstream, H1Upstream):
+            raise Unreachable("no WebSocket over HTTP/2", 502, "upgrade")
+        self.begun = True
+        lines = ["HTTP/1.1 101 Switching Protocols", "Connection: Upgrade", "Upgrade: websocket"]
+        lines += [f"{name}: {value}" for name, value in response.headers]
+        await self._stream.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+        inner = Rewound(self._stream, self._requests.reader.take())
+        outer = Rewound(upstream.stream, upstream.reader.take())
+        return await relay(self._requests.flow, inner, outer, self._requests.door.network.idle_timeout)
 
 
 def split_authority(text: str, default: int) -> tuple[Host, int]:
@@ -375,9 +247,3 @@ def split_authority(text: str, default: int) -> tuple[Host, int]:
         return parse_host(host), int(port) if port else default
     except BadHost as error:
         raise refused("bad_host", f"{text[:100]!r} is no host: {error}", 400) from None
-
-
-async def _stop(task: asyncio.Task[object] | asyncio.Task[None] | asyncio.Task[ResponseHead] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

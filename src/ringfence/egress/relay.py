@@ -21,8 +21,11 @@ async def relay(flow: Flow, inner: Stream, outer: Stream, idle: float) -> str:
             done, waiting = await asyncio.wait(
                 (out, back), timeout=max(left, 0.05), return_when=asyncio.FIRST_EXCEPTION
             )
-            if any(task.exception() for task in done):
-                return "broken"
+            for task in done:
+                if (error := task.exception()) is not None:
+                    if not isinstance(error, BROKEN):
+                        raise error
+                    return "broken"
             if not waiting:
                 return "ended"
             if time.monotonic() >= flow.active + idle:

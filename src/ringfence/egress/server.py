@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,10 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    _OWNER = frozenset({"open", "attach", "update", "close", "ca"})
-    _EVERYBODY = frozenset({"status"})
+    _OWNER = frozenset({"open", "attach", "update", "close", "ca", "placeholders", "revoke"})
+    _EVERYBODY = frozenset(
+        {"status", "pending", "answer", "secret_put", "secret_list", "secret_remove", "usage", "metrics"}
+    )
 
     # -- the owner's commands
 
@@ -237,7 +240,55 @@ class Server:
         authority = await self.engine.authorities.of(self._door(message).door.spec.sandbox)
         return authority.certificate.decode()
 
+    async def _do_placeholders(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, str]:
+        door = self._door(message).door
+        names = [str(name) for name in message["names"]]
+        return {name: await self.engine.secrets.placeholder(door.spec.sandbox, name) for name in names}
+
+    async def _do_revoke(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        self._door(message).door.revoked |= {str(name) for name in message["sandboxes"]}
+        return {}
+
     # -- everybody's
+
+    async def _do_pending(self, message: dict[str, Any], descriptors: list[int]) -> list[dict[str, Any]]:
+        return self.engine.questions.pending()
+
+    async def _do_answer(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        return self.engine.questions.answer(
+            str(message["id"]), bool(message["allow"]), bool(message.get("remember"))
+        )
+
+    async def _do_secret_put(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        value = str(message["value"])
+        info = await self.engine.secrets.put(str(message["project"]), str(message["name"]), value)
+        self.engine.redactor.learn([value])
+        return asdict(info)
+
+    async def _do_secret_list(self, message: dict[str, Any], descriptors: list[int]) -> list[dict[str, Any]]:
+        project = message.get("project")
+        return [asdict(one) for one in self.engine.secrets.list(None if project is None else str(project))]
+
+    async def _do_secret_remove(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        self.engine.secrets.remove(str(message["project"]), str(message["name"]))
+        return {}
+
+    async def _do_usage(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        requests, sent, received, spend = self.engine.meter.used(str(message["of"]))
+        return {"requests": int(requests), "sent": int(sent), "received": int(received), "spend": spend}
+
+    async def _do_metrics(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        breakers = self.engine.upstreams.breakers
+        return {
+            "doors": len(self.doors),
+            "connections": sum(len(one.door.flows) for one in self.doors.values()),
+            "pending": len(self.engine.questions.pending()),
+            "circuits": {
+                f"{host}:{port}": {"state": breaker.state, "failures": breaker.failures}
+                for (host, port), breaker in breakers.items()
+                if breaker.failures
+            },
+        }
 
     async def _do_status(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         return {

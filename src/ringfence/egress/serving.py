@@ -11,6 +11,7 @@ from ringfence.egress.answers import answer
 from ringfence.egress.dns import MadeUpNames
 from ringfence.egress.door import Door, Flow, Refused, refused
 from ringfence.egress.http1 import BadMessage, Incomplete, Reader, write_response
+from ringfence.egress.inference import NAME
 from ringfence.egress.keys import SecretsUnavailable
 from ringfence.egress.names import Host
 from ringfence.egress.policy import Decision
@@ -87,6 +88,8 @@ class Served:
     async def _open(self, flow: Flow, host: Host, port: int) -> None:
         """Whether a tunnel may be promised."""
         flow.host, flow.port = host, port
+        if self.door.guard is not None and host.name == NAME:
+            return  # each request is judged by the guard
         grant = await self.door.admit(flow, host, port)
         flow.rule = grant.rule
 
@@ -163,7 +166,7 @@ class Served:
 
     def name(self, message: bytes) -> bytes | None:
         """The answer to one DNS message."""
-        return self.names.answer(self.door.rules, message)
+        return self.names.answer(self.door, message)
 
 
 def _socks_reply(code: int) -> bytes:

@@ -167,6 +167,11 @@ class SocketStream(asyncio.Protocol):
             self._transport.abort()
 
     @property
+    def stirred(self) -> bool:
+        """Whether anything came that nobody has read, be it the end."""
+        return bool(self._pieces) or self._ended
+
+    @property
     def peer(self) -> tuple[str, int]:
         """The address at the other end."""
         name = None if self._transport is None else self._transport.get_extra_info("peername")

@@ -54,12 +54,10 @@ async def through(flow: Flow, stream: Stream, host: Host, port: int, head: bytes
         flow.protocol = "http"
         requests = Requests(flow, reader, ("http", host, port))
         await requests.serve()
-    elif decision.allowed:
-        grant = await door.admit(flow, host, port, "tcp")
-        flow.protocol = "tcp"
-        await _raw(flow, Rewound(stream, reader.take()), grant)
     else:
-        raise Refused(decision)
+        flow.protocol = "tcp"
+        grant = await door.admit(flow, host, port, "tcp")
+        await _raw(flow, Rewound(stream, reader.take()), grant)
 
 
 async def _look(reader: Reader) -> tuple[str, tls.Hello | None]:
@@ -96,7 +94,7 @@ async def _tls(flow: Flow, reader: Reader, host: Host, port: int, hello: tls.Hel
     grant = await door.admit(flow, host, port, "tls")
     flow.rule = grant.rule
     patience = door.network.connect_timeout
-    if door.rules.tls_mode(host, port) == "inspect":
+    if door.tls_mode(flow, host, port) == "inspect":
         await _inspect(flow, reader, host, port)
         return
     proven = await door.engine.upstreams.prove(host, port, grant.addresses, patience)
@@ -132,12 +130,12 @@ async def _raw(flow: Flow, stream: Stream, grant: Grant) -> None:
         grant.host, grant.port, grant.addresses, door.network.connect_timeout
     )
     flow.address = str(address)
-    end = "ended"
+    end, decision = "cut", Decision(True, "allowed", grant.rule)
     try:
+        door.engine.begin(door, grant.rule)
         end = await relay(flow, stream, outer, door.network.idle_timeout)
-    except asyncio.CancelledError:
-        end = "cut"
-        raise
+    except Refused as error:  # over budget; the log has it once, here
+        decision = error.decision
     finally:
-        flow.record(flow.cut or Decision(True, "allowed", grant.rule), end=end)
+        flow.record(flow.cut or decision, end=end)
         outer.abort() if end != "ended" else await outer.close()

@@ -125,7 +125,7 @@ _NETWORK: dict[str, Field] = {
 _ALWAYS = ("mode", "allow", "record", "host", "ports", "upstream")
 
 
-def _written(value: Any, fields: dict[str, Field], unset: Any) -> dict[str, Any]:
+def written(value: Any, fields: dict[str, Field], unset: Any) -> dict[str, Any]:
     """Keys and values as the file says them: those that are always written, and those that are set."""
     result: dict[str, Any] = {}
     for key, (name, _) in fields.items():
@@ -135,14 +135,14 @@ def _written(value: Any, fields: dict[str, Field], unset: Any) -> dict[str, Any]
         ):
             continue
         if isinstance(part, Budget):
-            part = _written(part, _BUDGET, Budget())
+            part = written(part, _BUDGET, Budget())
         elif isinstance(part, Inference):
-            part = _written(part, _INFERENCE, Inference(""))
+            part = written(part, _INFERENCE, Inference(""))
         elif isinstance(part, dict):
             part = dict(part)
         elif isinstance(part, tuple):
             part = [
-                _written(one, _RULE, NetworkRule("")) if isinstance(one, NetworkRule) else one for one in part
+                written(one, _RULE, NetworkRule("")) if isinstance(one, NetworkRule) else one for one in part
             ]
         result[key] = part
     return result
@@ -150,4 +150,4 @@ def _written(value: Any, fields: dict[str, Field], unset: Any) -> dict[str, Any]
 
 def to_dict(network: Network) -> dict[str, Any]:
     """The part as its file would say it; JSON-able."""
-    return _written(network, _NETWORK, Network())
+    return written(network, _NETWORK, Network())
