@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from ringfence.model.errors import Conflict, NotFound
-from ringfence.sdk import wire
+from ringfence.sdk import sse, wire
 from ringfence.sdk.results import CodeError, CodeResult, ContextInfo, Rich
 from ringfence.sdk.transport import Transport
 
@@ -62,31 +62,13 @@ class AsyncContext:
             on_stdout, on_stderr, on_result: called with each piece as it comes.
             check: raise CommandFailed if it raises or does not come to its end.
         """
-        body = wire.filled(code=code, timeout=timeout, env=dict(env) if env else None)
-        if on_stdout is None and on_stderr is None and on_result is None:
-            result = await self._whole(body, timeout)
-        else:
-            result = await self._followed(body, on_stdout, on_stderr, on_result)
-        return result.check() if check else result
-
-    async def _whole(self, body: Mapping[str, Any], timeout: float | None) -> CodeResult:
-        longest = None if timeout is None else timeout + 60
-        return wire.code(await self._transport.call("POST", f"{self._path}/run", json=body, timeout=longest))
-
-    async def _followed(
-        self,
-        body: Mapping[str, Any],
-        on_stdout: TextSink | None,
-        on_stderr: TextSink | None,
-        on_result: RichSink | None,
-    ) -> CodeResult:
         texts: dict[str, List[str]] = {"stdout": [], "stderr": []}
         results: List[Rich] = []
         error: CodeError | None = None
         end: Mapping[str, Any] = {"status": "ended"}
-        async for frame in self.stream(str(body["code"]), timeout=body.get("timeout"), env=body.get("env")):
+        async for frame in self.stream(code, timeout=timeout, env=env):
             kind = frame.get("type")
-            if kind in texts:
+            if kind in ("stdout", "stderr"):
                 texts[kind].append(str(frame.get("text", "")))
                 await _tell(on_stdout if kind == "stdout" else on_stderr, texts[kind][-1])
             elif kind == "result":
@@ -96,25 +78,28 @@ class AsyncContext:
                 error = wire.code_error(frame)
             elif kind == "end":
                 end = frame
-        return CodeResult(
+        result = CodeResult(
             "".join(texts["stdout"]), "".join(texts["stderr"]), tuple(results), error,
             str(end.get("status", "ok")), int(end.get("count") or 0), end.get("exit_code"),
         )  # fmt: skip
+        return result.check() if check else result
 
     async def stream(
-        self,
-        code: str,
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
+        self, code: str, *, timeout: float | None = None, env: Mapping[str, str] | None = None
     ) -> AsyncIterator[Mapping[str, Any]]:
         """Run code and yield what it does as it does it: ``{"type": "stdout" | "stderr", "text"}``,
         ``{"type": "result", …}``, ``{"type": "error", "name", "value", "traceback"}``, and at last
-        ``{"type": "end", "status"}``.
+        ``{"type": "end", "status"}``. It is begun once, and followed over lost connections.
         """
         body = wire.filled(code=code, timeout=timeout, env=dict(env) if env else None)
-        async for frame in wire.code_frames(self._transport, self._path, body):
-            yield frame
+
+        def again(started: Any) -> str:
+            return f"{self._path}/calls/{wire.segment(str(started['call']), 'call')}/stream"
+
+        frames = sse.events(self._transport, f"{self._path}/stream", post=body, again=again)
+        async for name, frame in frames:
+            if name != "started":
+                yield frame
 
     async def interrupt(self) -> None:
         """Interrupt what runs in it, as Ctrl-C does; it lives on."""

@@ -223,7 +223,6 @@ class CodeResult:
     status: str = "ok"
     count: int = 0
     exit_code: int | None = None
-    truncated: bool = False
 
     @property
     def ok(self) -> bool:

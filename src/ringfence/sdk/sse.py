@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from ringfence.model.errors import RingfenceError
@@ -15,39 +15,51 @@ _MOST = 4 * 1024 * 1024  # characters of one event
 
 
 async def events(
-    transport: Transport, path: str, params: Mapping[str, Any] | None = None
+    transport: Transport,
+    path: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    post: Mapping[str, Any] | None = None,
+    again: Callable[[Any], str] | None = None,
 ) -> AsyncIterator[tuple[str, Any]]:
     """Name and data of each event until the service ends the stream in an orderly way.
+
+    Args:
+        transport, path, params: where.
+        post: what begins is not a GET but a POST with this body, which is sent once.
+        again: the path to go on at, made from the data of the first event (``started``) of such a POST.
 
     Raises:
         RingfenceError: the stream told one. ServiceUnreachable: it was lost and can't be had again.
     """
-    last = ""
+    last, method = "", "GET" if post is None else "POST"
     retry = Retry(transport.settings.retry_for)
     while True:
         headers = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
         try:
-            async with transport.stream("GET", path, params=params, headers=headers) as response:
-                again = False
+            body = post if method == "POST" else None
+            async with transport.stream(method, path, json=body, params=params, headers=headers) as response:
+                reload = False
                 async for name, data, number in _parsed(response.aiter_lines()):
                     last = number or last
                     retry = Retry(transport.settings.retry_for)
+                    if name == "started" and again is not None:
+                        method, path = "GET", again(data)
                     if name == "reload":
-                        again = True
+                        reload = True
                         break
-                    if name == "error":
+                    if name == "failed" or (name == "error" and post is None):
                         raise failures.from_object(data)
                     yield name, data
-                if not again:
+                if not reload:
                     return
         except ServiceUnreachable:
-            if not retry.allows():
+            if method == "POST" or not retry.allows():
                 raise
-            await retry.pause()
         except RingfenceError as error:
-            if error.code not in PASSING or not retry.allows():
+            if method == "POST" or error.code not in PASSING or not retry.allows():
                 raise
-            await retry.pause()
+        await retry.pause()
 
 
 async def _parsed(lines: AsyncIterator[str]) -> AsyncIterator[tuple[str, Any, str]]:

@@ -168,7 +168,7 @@ class Transport:
                 )
                 late = isinstance(error, self._errors.TimeoutException) and not unsent
                 if late or not (unsent or repeatable) or not retry.allows():
-                    raise failure from error
+                    raise failure from _first(error)
                 await retry.pause()
                 continue
             if response.status_code < 400:
@@ -192,7 +192,7 @@ class Transport:
         try:
             return await self._client.send(request)
         except self._errors.TransportError as error:
-            raise self._translate(error) from error
+            raise self._translate(error) from _first(error)
 
     @asynccontextmanager
     async def stream(
@@ -212,14 +212,14 @@ class Transport:
             )  # fmt: skip
             response = await self._client.send(request, stream=True)
         except self._errors.TransportError as error:
-            raise self._translate(error) from error
+            raise self._translate(error) from _first(error)
         try:
             if response.status_code >= 400:
                 body = await response.aread()
                 raise failures.from_response(response.status_code, response.headers, body)
             yield response
         except self._errors.TransportError as error:
-            raise self._translate(error) from error
+            raise self._translate(error) from _first(error)
         finally:
             await response.aclose()
 
@@ -291,6 +291,13 @@ class Transport:
                 hint="it may still be doing what was asked; give more time with `timeout`",
             )
         return self.unreachable(error)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What began it: libraries wrap one another's errors, and nobody wants to read all of them."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 async def _again(failure: RingfenceError, retry: Retry, *, repeatable: bool, once: bool) -> bool:

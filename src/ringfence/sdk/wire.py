@@ -15,7 +15,6 @@ from ringfence.model.errors import InvalidRequest
 from ringfence.sdk.results import (
     Change,
     CodeError,
-    CodeResult,
     CommandResult,
     ContextInfo,
     FileInfo,
@@ -205,20 +204,6 @@ def code_error(value: Mapping[str, Any] | None) -> CodeError | None:
     text = trace if isinstance(trace, str) else "\n".join(map(str, trace))
     return CodeError(
         str(value.get("name", "Error")), str(value.get("value") or value.get("message") or ""), text
-    )
-
-
-def code(value: Mapping[str, Any]) -> CodeResult:
-    """What a piece of code came to."""
-    return CodeResult(
-        str(value.get("stdout") or ""),
-        str(value.get("stderr") or ""),
-        tuple(rich(each) for each in value.get("results") or ()),
-        code_error(value.get("error")),
-        str(value.get("status") or "ok"),
-        int(value.get("count") or 0),
-        value.get("exit_code"),
-        bool(value.get("truncated")),
     )
 
 

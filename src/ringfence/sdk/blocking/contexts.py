@@ -71,7 +71,7 @@ class Context(Facade):
     ) -> Iterator[Mapping[str, Any]]:
         """Run code and yield what it does as it does it: ``{"type": "stdout" | "stderr", "text"}``,
         ``{"type": "result", …}``, ``{"type": "error", "name", "value", "traceback"}``, and at last
-        ``{"type": "end", "status"}``.
+        ``{"type": "end", "status"}``. It is begun once, and followed over lost connections.
         """
         return BACKGROUND.iterate(self._async.stream(code, timeout=timeout, env=env))
 
