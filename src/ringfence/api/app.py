@@ -172,6 +172,8 @@ class Service:
                 call = Call(self, scope, receive, send, route, params, request_id)
                 await self._admit(call)
                 answer = await self._answer(call)
+                if answer is not None and answer.stream is not None:
+                    answer.first = await anext(answer.stream, b"")  # what fails at once is still an answer
             except ClientGone:
                 return
             except RingfenceError as error:
@@ -300,14 +302,16 @@ class Service:
         assert answer.stream is not None
         stream = answer.stream
         try:
-            first = await anext(stream, b"")  # what fails at once is still an answer of its own
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
+            await send({"type": "http.response.body", "body": answer.first, "more_body": True})
             async for piece in stream:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except ClientGone:
             return
+        except (RingfenceError, ConnectionAbortedError) as error:
+            # Too late for another answer: without its end the server cuts the connection.
+            _log.warning("%s %s was cut: %s", request_id, scope["path"], error)
         finally:
             if (close := getattr(stream, "aclose", None)) is not None:
                 with contextlib.suppress(RingfenceError):

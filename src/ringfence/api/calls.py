@@ -30,12 +30,9 @@ JSON = b"application/json"
 
 
 class Answer:
-    """Status, headers and a body: bytes, something to be JSON, or a stream of bytes.
+    """Status, headers and a body: bytes, something to be JSON, or a stream of bytes."""
 
-    ``trailers``: called after a stream, gives the headers that follow it (only where the client takes them).
-    """
-
-    __slots__ = ("body", "headers", "status", "stream")
+    __slots__ = ("body", "first", "headers", "status", "stream")
 
     def __init__(
         self,
@@ -51,6 +48,7 @@ class Answer:
         if media is not None:
             self.headers["content-type"] = media
         self.stream = stream
+        self.first = b""  # of the stream, once it has begun
         self.body = body
 
 

@@ -238,6 +238,8 @@ def outward(headers: Iterable[tuple[bytes, bytes]], target: Target, request_id: 
     """The headers of an answer from inside that get out."""
     given = [(name.lower(), value) for name, value in headers]
     dropped = HOP_BY_HOP | _ORIGIN_WIDE | _named_by_connection(given) | {b"x-request-id"}
+    if any(name == b"transfer-encoding" for name, _ in given):
+        dropped |= {b"content-length"}  # RFC 9112, 6.3: where both are, it means nothing
     out: Headers = []
     for name, value in given:
         if name in dropped:

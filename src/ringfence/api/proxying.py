@@ -81,8 +81,9 @@ class Proxied:
 
     async def _tell(self, error: RingfenceError) -> None:
         if self._started:
-            # Too late for an answer of ours: the connection is cut, so that half is not taken for all.
-            raise ConnectionAbortedError(error.message) from None
+            # Too late for an answer of ours: without its end the server cuts the connection.
+            _log.warning("%s port %d was cut: %s", self.request_id, self.target.port, error.message)
+            return
         body = as_json(body_of(error, self.request_id))
         headers: Headers = [
             (b"content-type", b"application/json"),

@@ -11,6 +11,7 @@ from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidHandshake, ProtocolError
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
+from websockets.protocol import Event
 from websockets.protocol import State as WsState
 from websockets.uri import parse_uri
 
@@ -97,6 +98,7 @@ class _Inner:
         secret = service.is_key(scope["headers"])
         self.headers: Headers = inward(scope["headers"], target, scope, secret=secret)
         self.origin = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"origin"), None)
+        self._early: list[Event] = []
         self._parts: list[bytes] = []
         self._text = False
 
@@ -120,9 +122,9 @@ class _Inner:
         while self.protocol.state is WsState.CONNECTING and self.protocol.handshake_exc is None:
             if not await self.more():
                 break
-            for event in self.protocol.events_received():
-                if isinstance(event, Response) and event.status_code != 101:
-                    break
+            # What came with the answer to the handshake are messages already.
+            events = self.protocol.events_received()
+            self._early += [event for event in events if not isinstance(event, Response)]
         if self.protocol.state is not WsState.OPEN:
             raise GuestError(
                 "what listens there answers no WebSocket",
@@ -151,7 +153,8 @@ class _Inner:
     def messages(self) -> list[str | bytes]:
         """Whole messages that have come."""
         found: list[str | bytes] = []
-        for event in self.protocol.events_received():
+        events, self._early = [*self._early, *self.protocol.events_received()], []
+        for event in events:
             if not isinstance(event, Frame) or event.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
                 continue
             if event.opcode is not Opcode.CONT:

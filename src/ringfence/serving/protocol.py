@@ -26,8 +26,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._in_head = True
-        self._taken = 0
+        self._in_head = False
+        self._taken = 0  # bytes of the head, or of trailers
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -51,7 +51,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._timer = None
-        if self._taken:
+        if self._in_head:
             self.refuse(408, "request_timeout", "the head of the request took too long")
         elif not self.transport.is_closing():
             self.transport.close()
@@ -60,10 +60,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes came."""
         if self.parser is None or self.transport.is_closing():
             return
+        within = self._in_head
         super().data_received(data)
-        if self._in_head and self.parser is not None:
-            if self._taken == 0:
-                self._arm()
+        if within and self._in_head and self.parser is not None:
             self._taken += len(data)
             if self._taken > HEAD_SIZE:
                 self.refuse(431, "headers_too_large", f"a head of more than {HEAD_SIZE} bytes")
@@ -72,17 +71,14 @@ class HttpProtocol(HttpToolsProtocol):
         """A head begins."""
         super().on_message_begin()
         self._in_head = True
-        self._taken = 1
+        self._taken = 0
         self._arm()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A field, or, after the head, a trailer."""
-        if len(self.headers) >= HEAD_FIELDS:
-            raise ValueError("too many fields")
-        if not self._in_head:
-            self._taken += len(name) + len(value)
-            if self._taken > TRAILERS:
-                raise ValueError("too many trailers")
+        self._taken += len(name) + len(value)
+        if len(self.headers) >= HEAD_FIELDS or self._taken > (HEAD_SIZE if self._in_head else TRAILERS):
+            raise ValueError("too many fields")  # the parser says no for us
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -95,7 +91,6 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is whole."""
         super().on_message_complete()
-        self._in_head = True
         self._taken = 0
 
     def on_response_complete(self) -> None:
@@ -108,7 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The client sends nothing more. It may still want its answer."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            if self._in_head and self._taken:
+            if self._in_head:
                 self.refuse(400, "invalid_request", "the request ended within its head")
             return False
         if cycle.more_body:

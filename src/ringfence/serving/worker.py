@@ -222,6 +222,13 @@ async def _doors(worker: Worker, stack: contextlib.AsyncExitStack) -> Any:
     return doors
 
 
+def _known(record: logging.LogRecord) -> bool:
+    """The API has told already why it cut an answer, and who sends garbage is told so."""
+    return not record.getMessage().startswith(
+        ("ASGI callable returned without completing", "Invalid HTTP request", "Unsupported upgrade")
+    )
+
+
 def main(arguments: list[str]) -> int:
     """The process."""
     number = int(arguments[0])
@@ -233,6 +240,7 @@ def main(arguments: list[str]) -> int:
         stream=sys.stderr,
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(_known)
     if worker.uid is not None:
         privileges.verify(worker.uid)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -176,7 +176,7 @@ async def stat(call: Call, query: StatQuery) -> dict[str, Any]:
 
 @routes.get(_FILES + "/content", query=PathQuery, answer="application/octet-stream")
 async def read(call: Call, query: PathQuery) -> Answer:
-    """The bytes of a file; one range, if asked for. With `TE: trailers` a `Content-Digest` follows them."""
+    """The bytes of a file; one range, if asked for. Compare a download with `digest`."""
     return await _read(call, await call.control.link(call.principal, call.sandbox), query.path)
 
 

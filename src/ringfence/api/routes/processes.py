@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ringfence.api.calls import Answer, Call, as_json
+from ringfence.api.calls import Answer, Call
 from ringfence.api.commands import (
     bytes_of,
     get_or_start,
@@ -197,7 +197,7 @@ async def _feed(process: GuestProcess, data: bytes, *, eof: bool) -> None:
 
 async def _collect(call: Call, process: GuestProcess, body: Start) -> Answer:
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    began = time.perf_counter()
     settings = call.service.settings
     kept: dict[int, list[bytes]] = {1: [], 2: []}
     sizes = {1: 0, 2: 0}
@@ -222,7 +222,7 @@ async def _collect(call: Call, process: GuestProcess, body: Start) -> Answer:
             await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
                 gone = watching is not None and watching.done()
-                timed_out = body.timeout is not None and loop.time() - began >= body.timeout
+                timed_out = not gone and body.timeout is not None and body.timeout <= limit
                 if gone or timed_out:
                     call.service.commands.signalled(call.sandbox, process.id, 9)
                     with contextlib.suppress(GuestRefused):
@@ -239,7 +239,7 @@ async def _collect(call: Call, process: GuestProcess, body: Start) -> Answer:
         "id": process.id,
         "state": "running" if end is None else "exited",
         "pid": process.pid,
-        "duration": round(loop.time() - began, 6),
+        "duration": round(time.perf_counter() - began, 6),
         "truncated": any(size > settings.most_output for size in sizes.values()),
         "timed_out": timed_out,
     }
@@ -256,7 +256,7 @@ async def _collect(call: Call, process: GuestProcess, body: Start) -> Answer:
                 call.sandbox, process.id, "forget", body.ttl, call.principal.project
             )
     elif body.timeout is not None:
-        rest = max(0.1, body.timeout - (loop.time() - began))
+        rest = max(0.1, body.timeout - (time.perf_counter() - began))
         await call.service.commands.due(call.sandbox, process.id, "deadline", rest, call.principal.project)
     return Answer(200 if end is not None else 202, shown)
 
@@ -459,9 +459,3 @@ async def _events(call: Call, process: GuestProcess, at: list[int]) -> AsyncIter
         await process.close()
 
 
-def as_text(value: Any) -> str:
-    """JSON on one line."""
-    return as_json(value).decode()
-
-
-__all__ = ["Result", "Start", "as_text", "json", "routes"]
