@@ -80,7 +80,8 @@ class RunDoor:
                 trust=request.policy.trust,
             )
             await doors.open(spec, lambda: sandbox.runtime.connect(sandbox.handle))
-            await inside.place_bundle(await sandbox.link(), _authorities())
+            own = await doors.ca(sandbox.id)  # for connections that are inspected
+            await inside.place_bundle(await sandbox.link(), _authorities() + own)
         except GuestRefused as error:
             await doors.stop()
             if error.errno != errno.EADDRINUSE:
