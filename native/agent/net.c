@@ -162,7 +162,12 @@ static void on_eof(struct channel *channel)
 
 static void on_pump(struct channel *channel) { stream_arm(channel->owner); }
 
-static void on_ended(struct channel *channel) { stream_free(channel->owner, true); }
+/* Whose half has ended, and was written to the last byte, loses nothing; anything else must not look like an end. */
+static void on_ended(struct channel *channel)
+{
+    struct stream *stream = channel->owner;
+    stream_free(stream, !stream->host_eof || stream->queue.head != NULL || stream->connecting);
+}
 
 static void on_reply(struct channel *channel)
 {

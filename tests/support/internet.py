@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ ZONE: dict[str, dict[str, Any]] = {
     "web.example.test": {"A": [WEB]},
     # Two customers of one content network: the same address, a certificate each.
     "front.example.test": {"A": [SHARED]},
+    "inspected.example.test": {"A": [SHARED]},
     "hidden.example.test": {"A": [SHARED]},
     "evil.attacker.test": {"A": [ATTACKER]},
     "metadata.example.test": {"A": [METADATA]},
@@ -79,14 +81,17 @@ class Internet:
         self.ca = _certificates(self.folder / "certificates")
         (self.folder / "ca.pem").write_bytes(self.ca)
         resolvers = _resolvers()
+        self.relay = "rf-relay-" + secrets.token_hex(6)  # an abstract socket in the namespace
+        (self.folder / "relay").write_text(self.relay)
         for name, content in (("zone", ZONE), ("hosts", HOSTS), ("resolvers", resolvers)):
             (self.folder / f"{name}.json").write_text(json.dumps(content))
-        self._servers = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", _setup(resolvers), sys.executable, str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=open(self.folder / "errors.txt", "wb"),  # noqa: SIM115 - the child's from now on
-        )
+        with open(self.folder / "errors.txt", "wb") as errors:
+            self._servers = subprocess.Popen(
+                ["unshare", "--net", "sh", "-c", _setup(resolvers), sys.executable, str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
         assert self._servers.stdout is not None
         if self._servers.stdout.readline().strip() != b"ready":
             raise AssertionError((self.folder / "errors.txt").read_text()[-2000:])
@@ -165,6 +170,7 @@ def _resolvers() -> list[str]:
 
 def _setup(resolvers: list[str]) -> str:
     lines = ["set -e", "ip link set lo up"]
+    lines.append("echo 0 2147483647 > /proc/sys/net/ipv4/ping_group_range")
     for address in (*HOSTS, *resolvers):
         if address.startswith("127."):
             continue

@@ -124,7 +124,12 @@ class GuestStream:
         self._channel.send_eof()
 
     async def close(self) -> None:
-        """End the connection. Idempotent."""
+        """End the connection; what was written still arrives. Idempotent."""
+        self._channel.send_eof()
+        self.abort()
+
+    def abort(self) -> None:
+        """End it at once: the other side sees a reset, unless our half has ended already. Idempotent."""
         self._rest = b""
         self._channel.close()
 
