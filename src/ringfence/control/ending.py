@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringfence.control import idempotency
+from ringfence.control import idempotency, volumes
 from ringfence.control.core import Core, log
 from ringfence.control.links import Links
 from ringfence.control.records import Sandbox
 from ringfence.model.errors import LeaseLost, NodeUnavailable, NotFound, RingfenceError, WrongState
 from ringfence.model.levels import Cause
-from ringfence.model.policies import from_dict
+from ringfence.model.policy import Resources
 from ringfence.model.states import State
 from ringfence.store.contract import Add, Change, Remove
 
@@ -174,8 +174,9 @@ class Ending:
         counters = sandbox.document.get("counters", ())
         changes: list[Change] = [Add(str(name), -1) for name in counters]
         if sandbox.document.get("charged"):
-            policy = from_dict(dict(sandbox.policy))
-            changes += await self.core.admission.release(sandbox.project, policy)
+            size = Resources(**sandbox.document["charged"])
+            changes += await self.core.admission.release(sandbox.project, size)
+        changes += volumes.detached(sandbox.volumes)
         return tuple(changes)
 
     async def end(self, sandbox: Sandbox, cause: Cause | str, **facts: Any) -> Sandbox:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ringfence.control import idempotency
+from ringfence.control import idempotency, volumes
 from ringfence.control.core import Core, wrong_state
 from ringfence.control.ending import Ending
 from ringfence.control.links import Links
@@ -20,6 +20,7 @@ from ringfence.model.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
+    QuotaExceeded,
     RingfenceError,
     WrongState,
 )
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 
 MOST_FORKS = 64
 List = list  # the class has a method of that name
+
+
+def charge(policy: Policy) -> dict[str, Any]:
+    """What a sandbox counts for, as its row has it until it ends."""
+    size = policy.wall.resources
+    return {"cpus": size.cpus, "memory": size.memory, "disk": size.disk}
 
 
 class Sandboxes:
@@ -138,6 +145,9 @@ class Sandboxes:
                 principal, request, token, pool=pool, key=key, counters=counters, event=event
             )
             rows = await core.commit(*accepted, *changes)
+        except QuotaExceeded as error:
+            core.done(token)
+            raise volumes.explained(error) from None
         except BaseException:
             core.done(token)
             raise
@@ -168,6 +178,8 @@ class Sandboxes:
         core = self.core
         now = core.now()
         start_by = now + wait + request.start_timeout
+        mounts, taken = await volumes.attached(core, principal.project, request.volumes)
+        request = replace(request, volumes=mounts)
         document = self.document(principal, request) | {"actor": token, "start_by": start_by, "pool": pool}
         if counters:
             document["counters"] = list(counters)
@@ -188,7 +200,7 @@ class Sandboxes:
         if request.idempotency_key:
             made = idempotency.key_row(core, principal, request.idempotency_key, request.digest, row.id)
             changes.append(await self.key_put(made))
-        changes.append(Put(row))
+        changes += [Put(row), *taken]
         changes += await core.admission.admission(principal.project, request.policy)
         changes.append(core.event("created", row.id, row.project, state=row.state, **(event or {})))
         return row, changes
@@ -214,7 +226,7 @@ class Sandboxes:
             "timeout": limits.timeout,
             "idle": limits.idle,
             "on_idle": limits.on_idle,
-            "charged": True,
+            "charged": charge(request.policy),
         }
         for name in ("agent", "parent_agent", "agent_class", "task"):
             if (value := getattr(request, name)) is not None:

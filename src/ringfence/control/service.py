@@ -20,6 +20,7 @@ from ringfence.control.records import Sandbox
 from ringfence.control.refilling import Refilling
 from ringfence.control.sandboxes import Sandboxes
 from ringfence.control.starting import Starting
+from ringfence.control.volumes import Volumes
 from ringfence.guest.link import GuestLink
 from ringfence.model.errors import RingfenceError
 from ringfence.model.states import State
@@ -71,6 +72,8 @@ class Control:
         self.queues = Queues(self.core)
         self.refilling = Refilling(self.core, self.pools, self.queues, self.ending)
         self.claims = Claims(self.core, self.pools, self.queues, self.sandboxes, self.ending, self.starting)
+        self.volumes = Volumes(self.core)
+        self.reconciler.also.append(self.volumes.sweep)
         self.pools.urge = self.refilling.urge
         self.queues.sandboxes = self.sandboxes
         self.queues.abandoned = self.reconciler.abandoned

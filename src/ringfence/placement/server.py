@@ -170,6 +170,8 @@ class Session:
             self._listening.add(number)
             self._connection.send(wire.DATA, number, encode({"name": "listening", "id": "", "data": {}}))
             return
+        if name in self._calls.receiving:  # now: its first data may have come in the same read
+            self._inputs[number] = Input(self._connection, number)
         task = asyncio.get_running_loop().create_task(self._answer(number, str(name), arguments))
         self._tasks[number] = task
         self._server.tasks.add(task)
@@ -188,8 +190,7 @@ class Session:
                 await self._send_stream(number, self._calls.sending[name](arguments))
                 result: Any = None
             elif name in self._calls.receiving:
-                self._inputs[number] = stream = Input(self._connection, number)
-                result = await self._calls.receiving[name](arguments, stream)
+                result = await self._calls.receiving[name](arguments, self._inputs[number])
             elif name == "connect":
                 result, descriptor = None, await self._calls.connect(arguments)
             elif name in self._calls.plain:
