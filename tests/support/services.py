@@ -22,7 +22,9 @@ from ringfence.store.opening import open_store
 
 READY_TIME = 60.0
 # Short, so that tests wait for little; long enough for a loaded machine.
-QUICK = Settings(heartbeat=0.3, process_time=3.0, reconcile=0.3, due=0.1, lost_grace=1.0)
+QUICK = Settings(
+    heartbeat=0.3, process_time=3.0, reconcile=0.3, due=0.1, lost_grace=1.0, retry_first=0.02, retry_most=0.5
+)
 
 
 SCOPES = ("read", "run", "admin")

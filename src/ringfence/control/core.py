@@ -21,7 +21,7 @@ from ringfence.model.errors import (
     StoreUnavailable,
     WrongState,
 )
-from ringfence.model.policy import Policy
+from ringfence.model.policy import Policy, Resources
 from ringfence.model.states import FINAL, State, may_follow
 from ringfence.model.values import dataclass
 from ringfence.placement.contract import Placement
@@ -66,7 +66,7 @@ class Admission(Protocol):
     async def claim(self, project: str, policy: Policy) -> Sequence[Change]:
         """For a member that becomes a project's."""
 
-    async def release(self, project: str, policy: Policy) -> Sequence[Change]:
+    async def release(self, project: str, policy: Resources) -> Sequence[Change]:
         """For one less."""
 
     async def storage(self, project: str, more: int) -> Sequence[Change]:

@@ -108,7 +108,7 @@ class Pools:
         self.core = core
         self._pools: tuple[float, list[Pool]] = (0.0, [])
         self._digests: dict[str, tuple[float, str]] = {}
-        self._walls: dict[str, str] = {}
+        self._policies: dict[tuple[str, int], Policy] = {}
         self._keys: dict[tuple[str, int], tuple[str, str]] = {}
         self.urge: Callable[[str], None] = _nobody  # told the id of a pool that needs looking after
 
@@ -299,10 +299,12 @@ class Pools:
         digest = await self.digest(pool.template)
         known = self._keys.get((pool.id, pool.row.revision))
         if known is None or known[1] != digest:
-            policy = from_dict(dict(pool.policy))
+            policy = self._policies.get((pool.id, pool.row.revision)) or from_dict(dict(pool.policy))
             known = (member_key(pool.id, digest, policy.wall.digest(), policy.door.network.mode), digest)
             if len(self._keys) > _MOST:
                 self._keys.clear()
+                self._policies.clear()
+            self._policies[pool.id, pool.row.revision] = policy
             self._keys[pool.id, pool.row.revision] = known
         return known
 
@@ -328,10 +330,17 @@ class Pools:
             digest = await self.digest(request.template)
         except NotFound:
             return None  # the start says so
-        wall, mode = request.policy.wall.digest(), request.policy.door.network.mode
+        wall, mode = request.policy.wall, request.policy.door.network.mode
+        wall_digest = ""
         for pool in pools:
             key, of = await self.key(pool)
-            if of == digest and key == member_key(pool.id, digest, wall, mode):
+            theirs = self._policies[pool.id, pool.row.revision]
+            if of != digest or mode != theirs.door.network.mode:
+                continue
+            if wall == theirs.wall:
+                return pool, key, digest, request
+            wall_digest = wall_digest or wall.digest()  # what is equal may be written otherwise
+            if key == member_key(pool.id, digest, wall_digest, mode):
                 return pool, key, digest, request
         return None
 

@@ -20,10 +20,8 @@ from ringfence.control.records import ALIVE, KIND, MEMBERS, Sandbox
 from ringfence.control.starting import Starting
 from ringfence.model.errors import (
     LeaseLost,
-    NodeUnavailable,
     NotFound,
     RingfenceError,
-    StoreUnavailable,
     Unsupported,
     WrongState,
 )
@@ -67,13 +65,15 @@ class Reconciler:
         )
 
     async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        told = ""
         while True:
             try:
                 await work()
-            except (StoreUnavailable, NodeUnavailable) as error:
-                log.warning("%s: %s", work.__name__.strip("_"), error)
+                told = ""
             except RingfenceError as error:
-                log.warning("%s: %s", work.__name__.strip("_"), error)
+                if error.message != told:  # once, not every time
+                    told = error.message
+                    log.warning("%s: %s", work.__name__.strip("_"), error)
             except Exception:
                 log.exception("%s failed", work.__name__.strip("_"))
             await asyncio.sleep(seconds)
@@ -87,8 +87,7 @@ class Reconciler:
         self.links.prune()
 
     async def _pass_if_mine(self) -> None:
-        time = max(3 * self.core.settings.reconcile, self.core.settings.process_time)
-        if await self.core.store.lease(LEASE, self.core.owner, time):
+        if await self.core.store.lease(LEASE, self.core.owner, self.core.settings.process_time):
             await self.pass_once()
         for work in self.also:
             await work()
@@ -101,6 +100,8 @@ class Reconciler:
                     async for happened in told:
                         if happened.name == "ended":
                             self.soon(happened.id, self._ended_by_itself(happened.id))
+                        elif happened.name == "back":
+                            await self._pass_if_mine()
             except RingfenceError as error:
                 log.debug("no news from the placement: %s", error)
             await asyncio.sleep(0.5)

@@ -18,6 +18,8 @@ from ringfence.control.ending import Ending
 from ringfence.control.pools import BELIEVED, POOL, RATE, Pool, Pools
 from ringfence.control.queueing import Queues
 from ringfence.control.records import KIND, MEMBERS, Sandbox
+from ringfence.control.sandboxes import charge
+from ringfence.control.starting import ended_at_once
 from ringfence.model.errors import (
     Conflict,
     LeaseLost,
@@ -185,7 +187,7 @@ class Refilling:
                         "digest": digest,
                         "policy": policy.to_dict(),
                         "actor": token,
-                        "charged": True,
+                        "charged": charge(policy),
                     },
                 )
                 told = core.event("warming", row.id, "", pool=pool.id)
@@ -225,8 +227,10 @@ class Refilling:
                 boundary = placed.boundary or await core.placement.measure(sandbox.id)
         except TimeoutError:
             raise StartFailed(f"a member did not start within {START_TIME:g} s", step="start") from None
-        if placed.state != "running":
-            raise StartFailed(f"a member ended at once: {dict(placed.end or {})}", step="start")
+        if placed.state == "ended":
+            raise ended_at_once(placed)
+        if placed.template != digest:
+            raise StartFailed(f"template {pool.template} is another one meanwhile", step="template")
         await core.change(
             sandbox,
             State.WARM,

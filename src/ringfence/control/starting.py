@@ -21,6 +21,7 @@ from ringfence.model.errors import (
     NodeUnavailable,
     RingfenceError,
     StartFailed,
+    StoreUnavailable,
     WrongState,
 )
 from ringfence.model.levels import Cause
@@ -28,6 +29,7 @@ from ringfence.model.states import State
 from ringfence.model.values import dataclass
 from ringfence.placement.contract import Placed, PlacedSpec
 
+STORE_PAUSE = 0.2  # seconds between two tries of a store that does not answer
 # What may be otherwise at the next attempt. Everything else is a fault of the request, and told at once.
 AGAIN = (StartFailed, NodeUnavailable, HostLimit, DeadlineExceeded, LinkLost)
 
@@ -76,6 +78,16 @@ class Starting:
                         return await self._attempt(sandbox, token, unstored)
                 except AGAIN as error:
                     sandbox = await self._again(sandbox, token, error)
+                except StoreUnavailable:
+                    # Nobody knows what it holds now. What was started is found again by its id.
+                    if core.now() >= float(sandbox.document["start_by"]):
+                        raise
+                    await asyncio.sleep(STORE_PAUSE)
+                    with contextlib.suppress(StoreUnavailable):
+                        sandbox = await core.get(sandbox.id)
+                        if sandbox.state is State.RUNNING:
+                            return sandbox
+                    continue
                 delay = float(sandbox.document.get("retry", 0.0)) - core.now()
                 await asyncio.sleep(max(0.0, delay))
         except (LeaseLost, WrongState):
@@ -103,15 +115,15 @@ class Starting:
         try:
             async with asyncio.timeout(max(0.0, left)):
                 placed = await core.placement.start(self.spec(sandbox, deadline))
+                if placed.state == "ended":
+                    raise ended_at_once(placed)
                 facts = await self.bound(sandbox, placed, unstored)
             return await self.running(sandbox, token, placed, deadline, facts)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"sandbox {sandbox.id} did not start in time", hint="ask for a longer start_timeout"
             ) from None
-        except (LeaseLost, WrongState, asyncio.CancelledError):
-            raise
-        except AGAIN:
+        except (LeaseLost, WrongState, StoreUnavailable, asyncio.CancelledError, *AGAIN):
             raise
         except RingfenceError as error:
             await self.fail(sandbox, token, error)
@@ -239,6 +251,13 @@ class Starting:
             await self.fail(sandbox, token, error)
             return await self.core.get(sandbox.id)
         return await self.begin(sandbox, token, None)
+
+
+def ended_at_once(placed: Placed) -> StartFailed:
+    """It was there and is not any more."""
+    end = dict(placed.end or {})
+    detail = f": {end['detail']}" if end.get("detail") else ""
+    return StartFailed(f"it ended at once, {end.get('cause', 'nobody knows why')}{detail}", step="start")
 
 
 def owner_of(sandbox: Sandbox) -> dict[str, Any]:
