@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 from ringfence.cli.output import note, print_json
 from ringfence.cli.parsing import add_json
@@ -114,13 +115,13 @@ def _key(options: argparse.Namespace) -> str:
     return sys.stdin.read(4096).strip() if sys.stdin is not None else ""
 
 
-def _ask(made: object) -> dict[str, object]:
+def _ask(made: object) -> dict[str, Any]:
     """Whose key it is, as the service says."""
     import asyncio
 
     from ringfence.sdk.service import AsyncService
 
-    async def ask() -> dict[str, object]:
+    async def ask() -> dict[str, Any]:
         async with AsyncService(settings=made) as service:  # type: ignore[arg-type]
             return dict(await service.whoami())
 
