@@ -60,6 +60,7 @@ NAMES = {
     32: "net.dial",
     33: "net.listen",
     34: "net.accepted",
+    35: "net.datagrams",
     48: "bind",
     49: "stats",
     50: "quiesce",
@@ -354,6 +355,24 @@ def ports(to: Recorder) -> None:
     to.take("CLOSE")
 
 
+def names(to: Recorder) -> None:
+    asked = to.open(35, (1, 7053))
+    to.take("REPLY")
+    script = (
+        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "s.sendto(b'question', ('127.0.0.1', 7053)); print(s.recv(99).decode())"
+    )
+    user = to.open(1, (1, "user"), *argv("python3", "-c", script))
+    to.take_any("REPLY", "DATA")
+    to.data(asked, 0, struct.pack("<II", 6, 1) + b"answer")
+    to.take("DATA", "EOF", "EOF", "EVENT", "CLOSE")
+    to.close(user)
+    to.open(35, (1, 70000))
+    to.take("ERROR")
+    to.close(asked)
+    to.take("CLOSE")
+
+
 def bind(to: Recorder) -> None:
     to.open(48, (1, "TOKEN=abc"), (3, "named"))
     to.take("REPLY")
@@ -400,6 +419,7 @@ SCENES: tuple[Callable[[Recorder], None], ...] = (
     watch,
     archive,
     ports,
+    names,
     bind,
     sleep,
     shutdown,

@@ -74,7 +74,7 @@ class Host:
         elif operation == 23:
             watch = Watch()
             options |= {"on_event": watch.on_event, "on_reply": watch.bind}
-        elif operation == 32:
+        elif operation in (32, 35):
             options |= {"receives": (0,), "sends": True}
         elif operation == 33:
             self.listeners[number] = listener = GuestListener(64)
