@@ -53,6 +53,7 @@ class Serving:
         self.lines: list[dict[str, Any]] = []
         self._reader: threading.Thread | None = None
         self._ready = threading.Event()
+        self._clients: list[httpx.Client] = []
         self.http: httpx.Client = httpx.Client()
 
     @property
@@ -102,7 +103,9 @@ class Serving:
     def client(self, key: str = "", **options: Any) -> httpx.Client:
         """A client with a key."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE, trust_env=False, **options)
+        made = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE, trust_env=False, **options)
+        self._clients.append(made)
+        return made
 
     def sandbox(self, client: httpx.Client | None = None, **body: Any) -> dict[str, Any]:
         """A small jail that runs."""
@@ -158,6 +161,8 @@ class Serving:
     def remove(self) -> None:
         """End it, its sandboxes and its folder."""
         self.http.close()
+        for client in self._clients:
+            client.close()
         if self.process is not None:
             if self.process.poll() is None and self.node_socket.exists():
                 with contextlib.suppress(Exception):

@@ -299,8 +299,9 @@ def listen_unix(path: Path) -> socket.socket:
                 raise HostLimit(f"somebody listens on {path}", hint="choose another with --uds")
             finally:
                 probe.close()
-        os.fchmod(sock.fileno(), 0o660)
+        os.fchmod(sock.fileno(), 0o660)  # Linux makes the file with it, less the umask
         sock.bind(str(path))
+        path.chmod(0o660)
         sock.listen(2048)
     except OSError as error:
         sock.close()
