@@ -282,7 +282,13 @@ async def test_revoked_while_it_is_looked_up(stores: list[Store], first: NewKey)
     made = await other.make_key("default")
     asking = asyncio.create_task(tenancy.authenticate(made.secret))
     await slow.read.wait()
+    heard = tenancy._keys._changes
     await other.revoke_key("default", made.key.id)
+
+    async def told() -> bool:
+        return tenancy._keys._changes > heard
+
+    await eventually(told)
     slow.answer.set()
     await asking  # it was good when it was asked for
     await eventually(lambda: refused(tenancy, made.secret))  # and is not kept as what it was
