@@ -61,20 +61,26 @@ async def service(
     placement: Placement,
     *,
     owner: str,
-    egress: Any = None,
+    doors: Any = None,
     oversell: Oversell | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """The API over a store and a placement, with its background work, until the block ends.
 
-    ``settings``: of ``ringfence.api.settings.Settings``. The store and placement are the caller's to close.
+    ``settings``: of ``ringfence.api.settings.Settings``; ``doors``: ``egress.client.Doors``. Store, placement
+    and doors are the caller's to close.
     """
     quotas = Quotas(store, capacity=placement.capacity, oversell=oversell)
     tenancy = Tenancy(store, quotas)
-    control = Control(store, placement, owner_id=owner, egress=egress, admission=quotas)
+    control = Control(store, placement, owner_id=owner, admission=quotas)
     made: Service | None = None
+    watched = contextlib.AsyncExitStack()
     sweeping: asyncio.Task[None] | None = None
     try:
+        if doors is not None:
+            from ringfence.serving.doors import watching
+
+            await watched.enter_async_context(watching(control, doors, owner))
         await control.start()
         made = make_app(control, tenancy, Settings(await signing_secret(store), **settings))
         sweeping = asyncio.get_running_loop().create_task(_sweep(made))
@@ -85,6 +91,7 @@ async def service(
             await asyncio.gather(sweeping, return_exceptions=True)
         if made is not None:
             await made.close()
+        await watched.aclose()
         await control.close()
         await tenancy.close()
 
@@ -187,7 +194,7 @@ async def run(worker: Worker) -> None:
                 store,
                 placement,
                 owner=worker.owner,
-                egress=doors,
+                doors=doors,
                 oversell=oversell,
                 domain=worker.domain,
                 public_url=worker.public_url,
@@ -196,10 +203,6 @@ async def run(worker: Worker) -> None:
         )
         if (first := await made.tenancy.first_start()) is not None:
             tell(key=first.secret)
-        if doors is not None:
-            from ringfence.serving.doors import watching
-
-            await stack.enter_async_context(watching(made.control, doors, worker.owner))
         sockets = [socket.socket(fileno=number) for number in worker.listeners]
         for sock in sockets:
             sock.setblocking(False)
@@ -218,7 +221,7 @@ async def _doors(worker: Worker, stack: contextlib.AsyncExitStack) -> Any:
     except ImportError:
         return None
     doors = await Doors.start(os.path.join(worker.state, "egress"))
-    stack.push_async_callback(doors.stop if hasattr(doors, "stop") else doors.close)
+    stack.push_async_callback(doors.stop)
     return doors
 
 

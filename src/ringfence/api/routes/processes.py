@@ -457,5 +457,3 @@ async def _events(call: Call, process: GuestProcess, at: list[int]) -> AsyncIter
     finally:
         await following.aclose()  # type: ignore[attr-defined]
         await process.close()
-
-

@@ -138,6 +138,8 @@ async def update(call: Call, body: UpdateSandbox) -> dict[str, Any]:
         env=None if body.env is None else dict(body.env),
         policy=requesting.changed_door(found.policy, body),
     )
+    if call.control.egress is not None:
+        await call.control.egress.refresh(changed)
     return shown.sandbox(changed)
 
 

@@ -1,0 +1,182 @@
+"""The egress doors of a service: each sandbox with ``network.mode: egress`` has one, held by one API process.
+
+A lease in the store says which. A process that dies lets its leases run out, and another one (or itself,
+started anew) opens the doors again: until then they are closed, which is the safe side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringfence.control.records import KIND, Sandbox
+from ringfence.guest.link import GuestLink
+from ringfence.model import policies
+from ringfence.model.errors import GuestRefused, NotFound, RingfenceError
+from ringfence.model.states import State
+
+if TYPE_CHECKING:
+    from ringfence.control.service import Control
+    from ringfence.egress.client import Doors
+
+_log = logging.getLogger("ringfence.serving")
+LEASE = 15.0  # seconds that a door belongs to a process that is not heard of
+EVERY = 4.0  # seconds between two looks
+_PAGE = 500
+
+
+class ServiceDoors:
+    """Opens, keeps and closes them; what the orchestrator calls at starts and ends."""
+
+    def __init__(self, doors: Doors, control: Control, owner: str) -> None:
+        self.doors = doors
+        self._control = control
+        self._owner = f"{owner}/doors"
+        self._open: dict[str, Mapping[str, Any]] = {}  # the network part that is in force, by sandbox
+
+    async def open(self, sandbox: Sandbox) -> None:
+        """Open a sandbox's door, if its policy has one.
+
+        Raises:
+            What keeps it from being opened: a sandbox that asked for a door does not start without.
+        """
+        network = _network(sandbox)
+        if network is None:
+            return
+        await self._control.store.lease(_lease(sandbox.id), self._owner, LEASE)
+        await self._begin(sandbox, network)
+
+    async def _begin(self, sandbox: Sandbox, network: Mapping[str, Any]) -> None:
+        from ringfence.egress.client import DoorSpec
+        from ringfence.guest.doors import place_bundle
+
+        policy = policies.from_dict(dict(sandbox.policy))
+        spec = DoorSpec(
+            sandbox.id,
+            project=sandbox.project,
+            task=sandbox.task or "",
+            network=dict(network),
+            trust=policy.trust,
+            bandwidth=policy.wall.resources.bandwidth,
+        )
+        placement = self._control.placement
+        await self.doors.open(spec, lambda: placement.connect(sandbox.id))
+        self._open[sandbox.id] = network
+        try:
+            own = await self.doors.ca(sandbox.id)  # for connections that are inspected
+            link = await GuestLink.open(await placement.connect(sandbox.id))
+            async with link:
+                await place_bundle(link, _authorities() + own)
+        except BaseException:
+            await self.close(sandbox.id)
+            raise
+
+    async def close(self, id: str) -> None:
+        """Close a door. Idempotent."""
+        if self._open.pop(id, None) is None:
+            return
+        with contextlib.suppress(RingfenceError):
+            await self.doors.close(id)
+        await self._control.store.release(_lease(id), self._owner)
+
+    async def refresh(self, sandbox: Sandbox) -> None:
+        """Its rules may have changed."""
+        network = _network(sandbox)
+        had = self._open.get(sandbox.id)
+        if had is None or network is None or had == network:
+            return
+        await self.doors.update(sandbox.id, dict(network))
+        self._open[sandbox.id] = network
+
+    async def look(self) -> None:
+        """Keep what is ours, take over what is nobody's, let go of what has ended."""
+        store = self._control.store
+        there: set[str] = set()
+        after = ""
+        while True:
+            rows = await store.find(KIND, states=[State.RUNNING.value], after=after, limit=_PAGE)
+            for row in rows:
+                sandbox = Sandbox.from_row(row)
+                network = _network(sandbox)
+                if network is None:
+                    continue
+                there.add(row.id)
+                try:
+                    if not await store.lease(_lease(row.id), self._owner, LEASE):
+                        await self._lose(row.id)
+                    elif row.id in self._open:
+                        await self.refresh(sandbox)
+                    else:
+                        await self._begin(sandbox, network)
+                except GuestRefused as error:
+                    if error.errno != errno.EADDRINUSE:  # who had it has not let go yet
+                        _log.warning("the door of %s: %s", row.id, error.message)
+                except RingfenceError as error:
+                    _log.warning("the door of %s: %s", row.id, error.message)
+            if len(rows) < _PAGE:
+                break
+            after = rows[-1].id
+        for id in [id for id in self._open if id not in there]:
+            # Paused ones keep theirs: nothing in them asks for it meanwhile.
+            try:
+                ended = Sandbox.from_row(await store.get(KIND, id)).final
+            except NotFound:
+                ended = True
+            if ended:
+                await self.close(id)
+            else:
+                await store.lease(_lease(id), self._owner, LEASE)
+
+    async def _lose(self, id: str) -> None:
+        if self._open.pop(id, None) is not None:
+            with contextlib.suppress(RingfenceError):
+                await self.doors.close(id)
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        while True:
+            try:
+                await self.look()
+            except RingfenceError as error:
+                _log.warning("doors: %s", error.message)
+            await asyncio.sleep(EVERY)
+
+
+@contextlib.asynccontextmanager
+async def watching(control: Control, doors: Doors, owner: str) -> AsyncIterator[ServiceDoors]:
+    """The doors of a service while the block runs."""
+    made = ServiceDoors(doors, control, owner)
+    control.egress = control.starting.doors = control.ending.doors = made
+    task = asyncio.get_running_loop().create_task(made.run())
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        control.egress = control.starting.doors = control.ending.doors = None
+
+
+def _network(sandbox: Sandbox) -> Mapping[str, Any] | None:
+    network = sandbox.policy.get("network")
+    if isinstance(network, Mapping) and network.get("mode") == "egress":
+        return network
+    return None
+
+
+def _lease(id: str) -> str:
+    return f"door/{id}"
+
+
+def _authorities() -> bytes:
+    """Those that the proxy was told to trust in place of the system's: programs inside need them too."""
+    path = os.environ.get("SSL_CERT_FILE")
+    try:
+        return Path(path).read_bytes()[: 512 * 1024] if path else b""
+    except OSError:
+        return b""
