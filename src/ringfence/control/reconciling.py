@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ringfence.control.claiming import Claims
 
 LEASE = "reconciler"
+BELIEVED = 0.5  # seconds
 STUCK = 5.0  # seconds that whoever starts something may be late to give up
 _TIMED = (State.RUNNING, State.PAUSED, State.PENDING, State.STARTING, State.STOPPING)
 
@@ -49,7 +51,7 @@ class Reconciler:
         self.powers = powers
         self.also: list[Callable[[], Awaitable[None]]] = []  # of jobs, volumes …: every pass
         self.claims: Claims | None = None
-        self._dead: dict[str, bool] = {}
+        self._alive: dict[str, float] = {}  # other processes, and until when that is believed
         self._doing: set[str] = set()
         self.passes = 0
 
@@ -145,7 +147,6 @@ class Reconciler:
         while rows := await core.store.find(KIND, states=states, after=after, limit=500):
             owned |= {row.id: Sandbox.from_row(row) for row in rows}
             after = rows[-1].id
-        self._dead.clear()
         for sandbox in owned.values():
             self.soon(sandbox.id, self._compare(sandbox, exist.get(sandbox.id)))
         for id in exist.keys() - owned.keys():
@@ -214,12 +215,16 @@ class Reconciler:
         owner = actor.rsplit("/", 1)[0]
         if owner == core.owner:
             return not core.acts(actor)
-        if owner not in self._dead:
-            name = process_lease(owner)
-            self._dead[owner] = await core.store.lease(name, core.owner, 0.5)
-            if self._dead[owner]:
-                await core.store.release(name, core.owner)
-        return self._dead[owner]
+        now = time.monotonic()
+        if self._alive.get(owner, 0.0) > now:
+            return False
+        name = process_lease(owner)
+        if not await core.store.lease(name, core.owner, 0.5):
+            self._alive[owner] = now + BELIEVED
+            return False
+        await core.store.release(name, core.owner)
+        self._alive.pop(owner, None)
+        return True
 
     async def _finish(self, sandbox: Sandbox) -> None:
         """Go on with a transition whose process is gone."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ringfence.control.claiming import Claims
 from ringfence.control.core import Admission, Core, Settings
 from ringfence.control.ending import Ending
+from ringfence.control.jobs import Jobs
+from ringfence.control.jobs_running import Runner
 from ringfence.control.links import Links
 from ringfence.control.pools import Pools
 from ringfence.control.powers import Powers
@@ -40,7 +43,8 @@ class Control:
 
     ``owner_id`` names this process among those that share the store: one that is started anew under the same
     id goes on at once with what the former one had under way. ``admission``: the quotas that hold
-    (``tenancy.quotas``); by default those of the store, on the machines of the placement.
+    (``tenancy.quotas``); by default those of the store, on the machines of the placement. ``files``: the
+    folder for what jobs bring and leave; without one there are no jobs.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Control:
         egress: Any = None,
         admission: Admission | None = None,
         settings: Settings | None = None,
+        files: Path | None = None,
     ) -> None:
         self.store = store
         self.placement = placement
@@ -74,6 +79,8 @@ class Control:
         self.claims = Claims(self.core, self.pools, self.queues, self.sandboxes, self.ending, self.starting)
         self.volumes = Volumes(self.core)
         self.reconciler.also.append(self.volumes.sweep)
+        self.jobs = Jobs(self.core, files, egress=egress is not None)
+        self.runner = Runner(self, self.jobs)
         self.pools.urge = self.refilling.urge
         self.queues.sandboxes = self.sandboxes
         self.queues.abandoned = self.reconciler.abandoned
@@ -105,6 +112,7 @@ class Control:
             loop.create_task(self.core.watch()),
             loop.create_task(self.reconciler.run()),
             loop.create_task(self.refilling.run()),
+            loop.create_task(self.runner.run()),
         ]
 
     async def close(self) -> None:

@@ -71,7 +71,7 @@ class World:
     # -- what is true at the end of every test
 
     async def settled(self, control: Control) -> None:
-        """Store and machine agree: all that lives is owned, all that is owned lives; each was started once."""
+        """Store and machine agree: all that lives is owned, all that is owned lives, once."""
 
         async def agree() -> bool:
             rows = await rows_of(control.store)
