@@ -24,6 +24,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+Raw = bytes  # where a method has that name
 _LONGEST_KEY = 200
 _MOST_QUERY = 64  # parameters of one query
 JSON = b"application/json"
@@ -177,7 +178,7 @@ class Call(Request):
                 return str(text.decode("latin-1"))
         return None
 
-    async def json(self, model: type[BaseModel], raw: bytes | None = None) -> BaseModel:
+    async def json(self, model: type[BaseModel], raw: Raw | None = None) -> BaseModel:
         """The body as a model.
 
         Raises:

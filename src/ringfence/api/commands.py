@@ -196,7 +196,8 @@ class Commands:
                 yield await self.end(principal, sandbox, process)
                 return
             except LinkLost:
-                offsets = tuple(max(a, b) for a, b in zip(offsets, process.offsets, strict=True))
+                seen = process.offsets
+                offsets = max(offsets[0], seen[0]), max(offsets[1], seen[1])
                 redials += 1
                 try:
                     if redials > _REDIALS:

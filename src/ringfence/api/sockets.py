@@ -65,8 +65,8 @@ class Socket(Request):
         if message["type"] == "websocket.disconnect":
             self.closed = True
             raise Disconnected(int(message.get("code") or 1005))
-        text = message.get("text")
-        return text if text is not None else message["bytes"]
+        text: str | None = message.get("text")
+        return text if text is not None else bytes(message["bytes"])
 
     async def receive_json(self) -> dict[str, Any]:
         """The next message, which must be a JSON object.

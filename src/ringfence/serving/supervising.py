@@ -229,7 +229,7 @@ class Supervisor:
             )
             try:
                 while line := await reader.readline():
-                    told = {"ready": True} if line == b"ready\n" else json.loads(line)
+                    told: dict[str, Any] = {"ready": True} if line == b"ready\n" else json.loads(line)
                     for name, hook in hooks.items():
                         if name in told:
                             hook(told[name])
