@@ -79,7 +79,7 @@ class Control:
         self.claims = Claims(self.core, self.pools, self.queues, self.sandboxes, self.ending, self.starting)
         self.volumes = Volumes(self.core)
         self.reconciler.also.append(self.volumes.sweep)
-        self.jobs = Jobs(self.core, files, egress=egress is not None)
+        self.jobs = Jobs(self.core, files, egress=lambda: bool(egress or self.ending.doors))
         self.runner = Runner(self, self.jobs)
         self.pools.urge = self.refilling.urge
         self.queues.sandboxes = self.sandboxes

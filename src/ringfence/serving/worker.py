@@ -17,6 +17,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -63,6 +64,7 @@ async def service(
     owner: str,
     doors: Any = None,
     oversell: Oversell | None = None,
+    files: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """The API over a store and a placement, with its background work, until the block ends.
@@ -72,7 +74,7 @@ async def service(
     """
     quotas = Quotas(store, capacity=placement.capacity, oversell=oversell)
     tenancy = Tenancy(store, quotas)
-    control = Control(store, placement, owner_id=owner, admission=quotas)
+    control = Control(store, placement, owner_id=owner, admission=quotas, files=files)
     made: Service | None = None
     watched = contextlib.AsyncExitStack()
     sweeping: asyncio.Task[None] | None = None
@@ -196,6 +198,7 @@ async def run(worker: Worker) -> None:
                 owner=worker.owner,
                 doors=doors,
                 oversell=oversell,
+                files=Path(worker.state) / "jobs",
                 domain=worker.domain,
                 public_url=worker.public_url,
                 **(worker.settings or {}),

@@ -1,0 +1,540 @@
+"""Running jobs: who is next, one attempt from its sandbox to its outputs, and what a dead process began.
+
+An attempt is written into the job's row (number, who acts) before its sandbox is asked for, and the sandbox
+is asked for with a key made of job and attempt: whoever comes after a process that died gets the same one,
+attaches to the command where the log ends, or learns that the attempt is lost: none is ever doubled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from ringfence.control import idempotency
+from ringfence.control.core import Core, log
+from ringfence.control.jobs import (
+    CANCELLED,
+    FAILED,
+    FINAL,
+    KIND,
+    QUEUED,
+    RUNNING,
+    SUCCEEDED,
+    Jobs,
+    policy_of,
+)
+from ringfence.control.jobs_files import STDERR, STDOUT, JobFiles, Log, usage
+from ringfence.control.principals import Principal
+from ringfence.control.records import CreateSandbox, Sandbox
+from ringfence.guest.link import GuestLink
+from ringfence.guest.processes import GuestProcess, ProcessSpec
+from ringfence.model.errors import (
+    Conflict,
+    DeadlineExceeded,
+    GuestRefused,
+    HostLimit,
+    InvalidRequest,
+    LinkLost,
+    NodeUnavailable,
+    NotFound,
+    QuotaExceeded,
+    RingfenceError,
+    StartFailed,
+    StoreUnavailable,
+    WrongState,
+)
+from ringfence.model.states import State
+from ringfence.placement.contract import VolumeMount
+from ringfence.store.contract import Put, Row
+
+if TYPE_CHECKING:
+    from ringfence.control.sandboxes import Sandboxes
+    from ringfence.control.service import Control
+
+AT_ONCE: Final = 8  # attempts of one process
+EVERY: Final = 0.5  # seconds between two looks at the queue
+PROCESS: Final = "job"
+RING: Final = 1024 * 1024
+MOST_LOG: Final = 32 * 1024 * 1024  # bytes of an attempt that are kept
+MOST_OUTPUTS: Final = 1024**3  # bytes of a job that are kept
+COLLECTING: Final = 300.0  # seconds after the deadline in which outputs may be fetched
+MOST_BACKOFF: Final = 600.0
+_LOOK: Final = 500  # waiting jobs that one look takes in
+_CLEANING: Final = 30.0  # seconds after which another removes what a process that died had to remove
+_METER: Final = 128 * 1024
+_FETCH: Final = (
+    'if command -v curl >/dev/null; then exec curl -fsSL --retry 2 -o "$2" "$1"; '
+    'elif command -v wget >/dev/null; then exec wget -q -O "$2" "$1"; '
+    "else exec python3 -c 'import sys,shutil,urllib.request as u;"
+    'shutil.copyfileobj(u.urlopen(sys.argv[1]),open(sys.argv[2],"wb"))\' "$1" "$2"; fi'
+)
+# A start that failed so may go better later; what is not named is the job's own fault.
+_TRANSIENT = (NodeUnavailable, StoreUnavailable, StartFailed, HostLimit, DeadlineExceeded, LinkLost, Conflict)
+
+
+class _Over(Exception):
+    """The attempt has ended: state that follows (``""``: whatever retries say) and facts."""
+
+    def __init__(self, state: str = "", **facts: Any) -> None:
+        super().__init__(state)
+        self.state = state
+        self.facts = facts
+
+
+class Runner:
+    """The jobs of one process. :meth:`run` until cancelled; attempts under way are then left to whoever
+    comes next.
+    """
+
+    def __init__(self, control: Control, jobs: Jobs, *, at_once: int = AT_ONCE) -> None:
+        self.core: Core = control.core
+        self.jobs = jobs
+        self.sandboxes: Sandboxes = control.sandboxes
+        self.control = control
+        self.at_once = at_once
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, asyncio.Event] = {}
+        self._wake = asyncio.Event()
+        jobs.urge = self._wake.set
+        jobs.stop = self._stop
+
+    def _stop(self, id: str) -> None:
+        if id in self._stops:
+            self._stops[id].set()
+
+    async def run(self) -> None:
+        """Look at the queue whenever something may have come or become free."""
+        if self.jobs.files is None:
+            return
+        try:
+            while True:
+                try:
+                    await self.sweep()
+                except (StoreUnavailable, NodeUnavailable) as error:
+                    log.warning("jobs: %s", error)
+                except Exception:
+                    log.exception("looking at the jobs failed")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EVERY):
+                        await self._wake.wait()
+                self._wake.clear()
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def sweep(self) -> None:
+        """One look: adopt, start, expire."""
+        files = self.jobs.files
+        assert files is not None
+        running = await self.core.store.find(KIND, states=[RUNNING], limit=1000)
+        for row in running:
+            if row.key == files.home and row.id not in self._running and await self._abandoned(row):
+                await self._take(row, adopt=True)
+        await self._next(running, files)
+        for row in await self.core.store.due(KIND, self.core.now(), states=FINAL):
+            with contextlib.suppress(Conflict, NotFound):
+                await self._due(row)
+
+    async def _abandoned(self, row: Row) -> bool:
+        actor = str(row.document.get("actor", ""))
+        owner = actor.rsplit("/", 1)[0]
+        if owner == self.core.owner:
+            return not self.core.acts(actor)
+        name = f"process/{owner}"
+        if not await self.core.store.lease(name, self.core.owner, 0.5):
+            return False
+        await self.core.store.release(name, self.core.owner)
+        return True
+
+    async def _next(self, running: list[Row], files: JobFiles) -> None:
+        """Start what may start: the project with the fewest running first, in it by priority, then age."""
+        room = self.at_once - len(self._running)
+        if room <= 0:
+            return
+        now = self.core.now()
+        waiting = await self._waiting(files.home)
+        busy = Counter(row.project for row in running)
+        for row in waiting:
+            if float(row.document["deadline"]) <= now:
+                with contextlib.suppress(Conflict):
+                    await self._end(row, FAILED, cause="deadline", detail="its time was over")
+        ready = [row for row in waiting if (row.due or 0) <= now < float(row.document["deadline"])]
+        ready.sort(key=lambda row: (-int(row.document["priority"]), row.id))
+        while ready and room > 0:
+            row = min(ready, key=lambda each: busy[each.project])  # stable: the first of that project
+            ready.remove(row)
+            busy[row.project] += 1
+            if await self._take(row):
+                room -= 1
+
+    async def _waiting(self, home: str) -> list[Row]:
+        store = self.core.store
+        rows = await store.find(KIND, states=[QUEUED], key=home, limit=_LOOK)
+        if len(rows) == _LOOK:  # one project's flood must not hide the others'
+            seen = {row.id for row in rows}
+            for project in await store.find("project", limit=1000):
+                more = await store.find(KIND, project=project.id, states=[QUEUED], key=home, limit=50)
+                rows += [row for row in more if row.id not in seen]
+        return rows
+
+    async def _take(self, row: Row, *, adopt: bool = False) -> bool:
+        """Make it this process's, by one conditional write, and go on with it in the background."""
+        token = self.core.token()
+        document = {**row.document, "actor": token}
+        if not adopt:
+            number = len(document["attempts"]) + 1
+            attempt = {"number": number, "started_at": self.core.now(), "sandbox": ""}
+            document |= {"attempts": [*document["attempts"], attempt], "left": int(document["left"]) - 1}
+        try:
+            (mine,) = await self.core.commit(
+                Put(replace(row, state=RUNNING, due=None, document=document)),
+                self.jobs.told(row, "adopted" if adopt else "running", attempt=len(document["attempts"])),
+            )
+        except Conflict:
+            self.core.done(token)
+            return False
+        self._stops[row.id] = asyncio.Event()
+        task = asyncio.get_running_loop().create_task(self._attempt(mine, token))
+        self._running[row.id] = task
+        task.add_done_callback(lambda _: self._done(row.id, token))
+        return True
+
+    def _done(self, id: str, token: str) -> None:
+        self._running.pop(id, None)
+        self._stops.pop(id, None)
+        self.core.done(token)
+        self._wake.set()
+
+    # -- one attempt
+
+    async def _attempt(self, row: Row, token: str) -> None:
+        sandbox: Sandbox | None = None
+        principal = _principal(row)
+        try:
+            try:
+                for earlier in row.document["attempts"][:-1]:
+                    if earlier["sandbox"]:
+                        await self._destroy(principal, str(earlier["sandbox"]))
+                sandbox = await self._guarded(row, self._sandbox(row, principal))
+                await self._guarded(row, self._work(row, principal, sandbox))
+            except _Over as over:
+                await self._finish(row, principal, over)
+            except QuotaExceeded as error:  # no room now: it was no attempt
+                await self._wait(row, float(error.details.get("retry_after") or 2.0))
+            except _TRANSIENT as error:
+                await self._finish(
+                    row, principal, _Over(cause="lost", detail=error.message, error=error.as_dict())
+                )
+            except RingfenceError as error:
+                refused = _Over(FAILED, cause="refused", detail=error.message, error=error.as_dict())
+                await self._finish(row, principal, refused)
+        except (Conflict, StoreUnavailable) as error:
+            log.warning("job %s: %s", row.id, error)  # the next look finds it abandoned
+        except RingfenceError:
+            log.exception("job %s", row.id)
+
+    async def _guarded(self, row: Row, work: Any) -> Any:
+        """The result of work, unless the job is cancelled or its time is over before."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._until_stop(row))
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            await stop  # raises
+        finally:
+            for each in (task, stop):
+                each.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    async def _until_stop(self, row: Row) -> None:
+        event = self._stops[row.id]
+        while True:
+            rest = float(row.document["deadline"]) - self.core.now()
+            if rest <= 0:
+                raise _Over(FAILED, cause="deadline", detail="its time was over")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(rest, 1.0)):
+                    await event.wait()
+            event.clear()
+            with contextlib.suppress(StoreUnavailable):
+                if (await self.core.store.get(KIND, row.id)).document.get("cancel"):
+                    raise _Over(CANCELLED, cause="cancelled")
+
+    async def _sandbox(self, row: Row, principal: Principal) -> Sandbox:
+        spec = row.document["spec"]
+        number = len(row.document["attempts"])
+        policy = policy_of(row)
+        rest = max(1.0, float(row.document["deadline"]) - self.core.now()) + COLLECTING
+        policy = policy.with_door(limits=replace(policy.door.limits, timeout=rest, idle=None))
+        key = f"job/{row.id}/{number}"
+        request = CreateSandbox(
+            policy=policy,
+            template=str(spec["template"]),
+            env=dict(spec["env"]),
+            labels={**row.labels, "ringfence.job": row.id},
+            volumes=tuple(VolumeMount(*each) for each in spec["volumes"]),
+            idempotency_key=key,
+            digest=key,
+        )
+        try:
+            made = await self.sandboxes.create(principal, request)
+        except WrongState as error:
+            if "volume" in error.details:  # another has it: wait for it
+                raise QuotaExceeded(error.message, hint=error.hint) from None
+            raise
+        if made.state is not State.RUNNING:
+            raise _Over(
+                cause=made.cause or "lost", detail=made.detail or f"its sandbox is {made.state.value}"
+            )
+        if row.document["attempts"][-1]["sandbox"] != made.id:
+
+            def note(now: Row) -> tuple[Row, str]:
+                attempts = [
+                    *now.document["attempts"][:-1],
+                    {**now.document["attempts"][-1], "sandbox": made.id},
+                ]
+                return replace(now, document={**now.document, "attempts": attempts}), "placed"
+
+            await self.jobs.change(row.id, note, sandbox=made.id)
+        return made
+
+    async def _work(self, row: Row, principal: Principal, sandbox: Sandbox) -> None:
+        files = self.jobs.files
+        assert files is not None
+        record = Log(files.log(row.id, len(row.document["attempts"])), MOST_LOG)
+        try:
+            while True:
+                try:
+                    link = await self.control.new_link(principal, sandbox.id)
+                    async with link:
+                        process = await self._process(row, link, record)
+                        await self._follow(sandbox, process, record)
+                        exit = process.exit
+                        assert exit is not None
+                        artifacts, missing = await self._outputs(row, link, files)
+                        told: Mapping[str, Any] = {"cause": "exited"}
+                        if exit.status:
+                            told = await self.core.placement.judge(sandbox.id, exit.status)
+                    break
+                except (LinkLost, NodeUnavailable):  # the command lives on: go on where the log ends
+                    await self._check(sandbox)
+                    await asyncio.sleep(0.2)
+        except (NotFound, WrongState):
+            await self._check(sandbox)
+            raise
+        finally:
+            record.close()
+        facts: dict[str, Any] = {"exit_code": exit.status, "artifacts": artifacts, "missing": missing}
+        state = "" if exit.status else SUCCEEDED
+        raise _Over(state, cause=str(told["cause"]), detail=str(told.get("detail") or ""), **facts)
+
+    async def _check(self, sandbox: Sandbox) -> None:
+        """Its sandbox lives, or the attempt is over."""
+        now = await self.core.get(sandbox.id)
+        if now.final or now.state is State.STOPPING:
+            raise _Over(
+                cause=now.cause or "lost", detail=now.detail or "its sandbox ended", exit_code=now.exit_code
+            )
+
+    async def _process(self, row: Row, link: GuestLink, record: Log) -> GuestProcess:
+        """The command, started or found again."""
+        try:
+            return await link.attach(
+                PROCESS, record.offsets[STDOUT], record.offsets[STDERR], window=RING // 4
+            )
+        except GuestRefused as error:
+            if error.errno != errno.ENOENT:
+                raise
+        spec = row.document["spec"]
+        files = self.jobs.files
+        assert files is not None
+        for path, digest in spec["files"].items():
+            await link.files.write(path, files.read(row.id, digest), parents=True)
+        for each in spec["fetch"]:
+            await self._fetch(link, str(each["url"]), str(each["path"]))
+        command = ProcessSpec(tuple(spec["argv"]), cwd=spec["cwd"], id=PROCESS, ring=RING, window=RING // 4)
+        try:
+            return await link.start(command)
+        except GuestRefused as error:
+            raise InvalidRequest(
+                f"the command can't start: {error.message}", hint="see the template"
+            ) from None
+
+    async def _fetch(self, link: GuestLink, url: str, path: str) -> None:
+        said = bytearray()
+        with contextlib.suppress(GuestRefused):
+            await link.files.mkdir(path.rpartition("/")[0] or ".", parents=True)
+        async with await link.start(ProcessSpec(("sh", "-c", _FETCH, "sh", url, path))) as process:
+            async for piece in process:
+                said += piece.data[: 2000 - len(said)]
+            exit = await process.wait()
+        if exit.status:
+            text = bytes(said).decode("utf-8", "replace").strip()
+            raise _Over(cause="input", detail=f"{url} can't be fetched: {text or f'exit code {exit.status}'}")
+
+    async def _follow(self, sandbox: Sandbox, process: GuestProcess, record: Log) -> None:
+        untold = 0
+        async with process:
+            async for stream, offset, data in process:
+                await asyncio.to_thread(record.add, stream, offset, data)
+                untold += len(data)
+                if untold >= _METER:
+                    await self.core.placement.spent(sandbox.id, untold)
+                    untold = 0
+            await process.wait()
+        if untold:
+            await self.core.placement.spent(sandbox.id, untold)
+
+    async def _outputs(
+        self, row: Row, link: GuestLink, files: JobFiles
+    ) -> tuple[list[Mapping[str, Any]], list[str]]:
+        """Keep what was asked for; what is not there is named."""
+        kept: list[Mapping[str, Any]] = []
+        missing: list[str] = []
+        room = MOST_OUTPUTS
+        for path in row.document["spec"]["outputs"]:
+            name = path.strip("/")
+            try:
+                info = await link.files.stat(path)
+                folder = info.type == "directory"
+                source: AsyncIterator[bytes] = link.files.tar_out(path) if folder else link.files.read(path)
+                digest, size = await files.keep(row.id, source, room)
+            except GuestRefused:
+                missing.append(path)
+                continue
+            except QuotaExceeded as error:
+                raise _Over(FAILED, cause="outputs", detail=error.message, error=error.as_dict()) from None
+            room -= size
+            kept.append(
+                {"name": name + ".tar" if folder else name, "path": path, "size": size, "sha256": digest}
+            )
+        return kept, missing
+
+    # -- the end of an attempt
+
+    async def _finish(self, row: Row, principal: Principal, over: _Over) -> None:
+        """Write how it ended, then remove its sandbox."""
+        files = self.jobs.files
+        assert files is not None
+        now = self.core.now()
+        facts = over.facts
+        size = await asyncio.to_thread(usage, files.folder(row.id))
+        sandbox = ""
+
+        def new(had: Row) -> tuple[Row, str]:
+            nonlocal sandbox
+            if had.state != RUNNING or had.document.get("actor") != row.document["actor"]:
+                raise Conflict("another process has taken this job over")
+            last = dict(had.document["attempts"][-1]) | {"ended_at": now}
+            last |= {
+                name: facts[name] for name in ("cause", "exit_code", "detail") if facts.get(name) is not None
+            }
+            sandbox = str(last["sandbox"])
+            document = {**had.document, "attempts": [*had.document["attempts"][:-1], last]}
+            had = replace(had, document=document)
+            state = over.state
+            if document.get("cancel") and state != SUCCEEDED:
+                state = CANCELLED
+            pause = _pause(document)
+            if not state and (document["left"] < 1 or now + pause >= float(document["deadline"])):
+                state = FAILED
+            if state:
+                ended = self.jobs.ended(had, state, **{"artifacts": [], "missing": [], **facts})
+                more = {"charged": size, "cleaning": True}
+                return replace(ended, due=now + _CLEANING, document={**ended.document, **more}), state
+            del document["actor"]
+            return replace(had, state=QUEUED, due=now + pause, document=document), "waiting"
+
+        await self._settle(row.id, new, size)
+        number = len(row.document["attempts"])
+        if not sandbox:  # nobody noted it: it may have been asked for all the same
+            key = f"job/{row.id}/{number}"
+            with contextlib.suppress(RingfenceError):
+                sandbox = await idempotency.replay(self.core, principal, key, key) or ""
+        if sandbox:
+            await self._destroy(principal, sandbox)
+        await self._cleaned(row.id)
+
+    async def _destroy(self, principal: Principal, sandbox: str) -> None:
+        with contextlib.suppress(NotFound):
+            await self.sandboxes.delete(principal, sandbox)
+
+    async def _cleaned(self, id: str) -> None:
+        """Nothing of its sandboxes is left: it is kept until its time is over."""
+
+        def new(row: Row) -> tuple[Row, str]:
+            if row.state not in FINAL or not row.document.get("cleaning"):
+                return row, ""
+            document = {name: value for name, value in row.document.items() if name != "cleaning"}
+            due = float(document["ended_at"]) + float(document["spec"]["ttl"])
+            return replace(row, due=due, document=document), "cleaned"
+
+        with contextlib.suppress(NotFound):
+            await self.jobs.change(id, new)
+
+    async def _due(self, row: Row) -> None:
+        """One that has ended: its sandbox was left by a process that died, or its time is over."""
+        if not row.document.get("cleaning"):
+            await self.jobs.forget(row)
+            return
+        for attempt in row.document["attempts"]:
+            if attempt["sandbox"]:
+                await self._destroy(_principal(row), str(attempt["sandbox"]))
+        await self._cleaned(row.id)
+
+    async def _settle(self, id: str, new: Any, size: int) -> None:
+        """Commit it with what its files cost; without them where the project has no room."""
+        for _ in range(20):
+            row = await self.core.store.get(KIND, id)
+            changed, name = new(row)
+            more = size - int(row.document.get("charged", 0)) if changed.state in FINAL else 0
+            storage = await self.core.admission.storage(row.project, more) if more else ()
+            try:
+                await self.core.commit(Put(changed), *storage, self.jobs.told(row, name))
+                return
+            except QuotaExceeded as error:
+                kept = {**changed.document, "artifacts": [], "cause": "outputs", "error": error.as_dict()}
+                kept |= {"detail": error.message, "charged": int(row.document.get("charged", 0))}
+                with contextlib.suppress(Conflict):
+                    await self.core.commit(
+                        Put(replace(changed, state=FAILED, document=kept)), self.jobs.told(row, FAILED)
+                    )
+                    assert self.jobs.files is not None
+                    await asyncio.to_thread(self.jobs.files.remove, id)
+                    return
+            except Conflict:
+                continue
+        raise Conflict(f"job {id} is changed all the time")
+
+    async def _wait(self, row: Row, seconds: float) -> None:
+        """Back into the queue, as if it had not been taken."""
+
+        def new(had: Row) -> tuple[Row, str]:
+            document = {name: value for name, value in had.document.items() if name != "actor"}
+            document |= {"attempts": document["attempts"][:-1], "left": int(document["left"]) + 1}
+            return replace(had, state=QUEUED, due=self.core.now() + seconds, document=document), "waiting"
+
+        await self.jobs.change(row.id, new)
+
+    async def _end(self, row: Row, state: str, **facts: Any) -> None:
+        ended = self.jobs.ended(row, state, **facts)
+        await self.core.commit(Put(ended), self.jobs.told(row, state))
+
+
+def _pause(document: Mapping[str, Any]) -> float:
+    """Seconds until the next attempt: twice as long each time."""
+    done = len(document["attempts"])
+    return min(MOST_BACKOFF, float(document["spec"]["backoff"]) * 2.0 ** min(done - 1, 20))
+
+
+def _principal(row: Row) -> Principal:
+    """Whoever submitted it, for what his job may do."""
+    document = row.document
+    return Principal(str(document["organisation"]), row.project, str(document["user"]), "", ("run",))
