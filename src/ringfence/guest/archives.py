@@ -53,6 +53,7 @@ async def extract_tar(
     limits: ArchiveLimits = ArchiveLimits(),  # noqa: B008 - an immutable value
     *,
     replace: bool = False,
+    any_links: bool = False,
 ) -> Extracted:
     """Unpack into a folder, which is made if it is missing.
 
@@ -64,6 +65,7 @@ async def extract_tar(
         destination: folder on the host.
         limits: budgets for the whole archive.
         replace: files that were there before are replaced (never followed); else they are an error.
+        any_links: symlinks are kept wherever they lead, for a folder in which only sandboxes follow any.
 
     Raises:
         ProtocolViolation: no tar, cut off, or a name that is absolute, climbs, comes twice or passes
@@ -76,7 +78,7 @@ async def extract_tar(
         root = os.open(destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise InvalidRequest(f"{os.fspath(destination)}: {error.strerror}", hint="name a folder") from error
-    tree = _Tree(root, limits, replace)
+    tree = _Tree(root, limits, replace, any_links)
     try:
         await _unpack(_Blocks(aiter(archive)), tree, limits)
     except OSError as error:
@@ -137,10 +139,11 @@ class _Header(NamedTuple):
 class _Tree:
     """The destination, written without ever following a link."""
 
-    def __init__(self, root: int, limits: ArchiveLimits, replace: bool) -> None:
+    def __init__(self, root: int, limits: ArchiveLimits, replace: bool, any_links: bool = False) -> None:
         self._root = root
         self._limits = limits
         self._replace = replace
+        self._any_links = any_links
         self._stack: list[tuple[bytes, int]] = []  # open folders from the root down
         self._made: set[bytes] = set()  # regular files of this archive, for hard links
         self._seen: set[bytes] = set()
@@ -255,14 +258,8 @@ class _Tree:
         climbs = 0
         while climbs < len(above) and above[climbs] == b"..":
             climbs += 1
-        if (
-            not target
-            or target.startswith(b"/")
-            or b"\0" in target
-            or len(target) > _MOST_PATH
-            or climbs > len(parts) - 1
-            or b".." in above[climbs:]
-        ):
+        leaves = target.startswith(b"/") or climbs > len(parts) - 1 or b".." in above[climbs:]
+        if not target or b"\0" in target or len(target) > _MOST_PATH or (leaves and not self._any_links):
             self.skip(b"/".join(parts), "a symlink that leaves the folder")
             return
         self.claim(parts)

@@ -247,7 +247,9 @@ class _Import:
     def _run(self, top: int) -> None:
         try:
             become_user(USER)
-            asyncio.run(extract_tar(self._stream(), f"/proc/self/fd/{top}", LIMITS, replace=True))
+            asyncio.run(
+                extract_tar(self._stream(), f"/proc/self/fd/{top}", LIMITS, replace=True, any_links=True)
+            )
         except BaseException as error:
             self._failure = error
         finally:

@@ -170,5 +170,5 @@ def _secrets(value: Any) -> Mapping[str, bytes] | None:
         return None
     try:
         return {name: base64.b64decode(text, validate=True) for name, text in texts(value, "secrets").items()}
-    except binascii.Error:
+    except (binascii.Error, ValueError):
         raise InvalidRequest("secrets are base 64") from None

@@ -12,9 +12,9 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ringfence.model.errors import NodeUnavailable, ProtocolViolation
 from ringfence.placement import wire
@@ -31,6 +31,7 @@ from ringfence.placement.wire import Connection
 
 PATIENCE = 3.0  # seconds that a node may be gone before a call gives up
 _GREETING = 10.0
+_Result = TypeVar("_Result")
 
 
 class _Lost(Exception):
@@ -273,6 +274,22 @@ async def _pieces(tar: AsyncIterator[bytes] | Path) -> AsyncIterator[bytes]:
             yield piece
 
 
+async def _next(source: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(source, None)
+
+
+async def _unless(answer: asyncio.Future[Any], work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """What the work gives, or None as soon as there is an answer: then nobody needs it any more."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, answer}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 def _forget(future: asyncio.Future[Any]) -> None:
     """Nobody wants to know what becomes of it."""
     if not future.done():
@@ -424,16 +441,15 @@ class _Link:
         """A stream that the node gets."""
         number, future = self._begin(name, arguments)
         credit = self._credits[number] = asyncio.Semaphore(wire.WINDOW)
+        source = aiter(pieces)
         try:
-            async for piece in pieces:
+            while (piece := await _unless(future, _next(source))) is not None:
                 for at in range(0, len(piece), wire.CHUNK):
-                    waiter = asyncio.ensure_future(credit.acquire())
-                    await asyncio.wait({waiter, future}, return_when=asyncio.FIRST_COMPLETED)
-                    if future.done():
-                        waiter.cancel()
-                        return (await future)[0]
+                    if not await _unless(future, credit.acquire()):
+                        break
                     self._connection.send(wire.DATA, number, piece[at : at + wire.CHUNK])
-            self._connection.send(wire.END, number)
+            if not future.done():
+                self._connection.send(wire.END, number)
             return (await future)[0]
         finally:
             del self._credits[number]

@@ -56,6 +56,7 @@ def spec_from_json(value: Mapping[str, Any]) -> PlacedSpec:
             raise InvalidRequest(f"{name} is a {type(given[name]).__name__}")
     for name in ("env", "labels"):
         texts(given.get(name, {}), name)
+    texts({key: each for key, each in given.get("owner", {}).items() if each is not None}, "owner")
     try:
         volumes = tuple(
             VolumeMount(str(volume), str(path), bool(ro)) for volume, path, ro in given.pop("volumes", ())
@@ -79,6 +80,12 @@ def texts(value: Any, name: str) -> dict[str, str]:
     """
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise InvalidRequest(f"{name} is not a mapping of texts")
+    for key, text in value.items():
+        if not (key.isascii() and text.isascii()):
+            try:
+                (key + text).encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest(f"{name}: half a character in {key!r}") from None
     return value
 
 
