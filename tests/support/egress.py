@@ -39,7 +39,8 @@ async def open_door(
     """Open a sandbox's door; programs inside trust the made-up internet's authority."""
     spec = DoorSpec(sandbox.id, network=network, **more)
     await doors.open(spec, lambda: sandbox.runtime.connect(sandbox.handle))
-    await inside.place_bundle(await sandbox.link(), internet.ca)
+    own = await doors.ca(sandbox.id)  # of connections that are inspected
+    await inside.place_bundle(await sandbox.link(), internet.ca + own)
 
 
 @contextlib.asynccontextmanager
