@@ -53,7 +53,7 @@ def describe(routes: Iterable[Route]) -> dict[str, Any]:
     for route in routes:
         method = "get" if route.socket else route.method.lower()
         operation = _operation(route, named)
-        place = paths.setdefault(route.path, {})
+        place = paths.setdefault(route.path.replace(":path}", "}"), {})
         if method in place:
             # A path that is a WebSocket as well: the description of GET says so.
             place[method]["description"] += "\n\nAs a WebSocket: " + route.summary
@@ -115,7 +115,12 @@ def _operation(route: Route, named: Any) -> dict[str, Any]:
     else:
         operation["description"] = f"{route.description}\n\nScope: {route.scope}.".strip()
     parameters: list[dict[str, Any]] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {
+            "name": name.removesuffix(":path"),
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", "minLength": 1},
+        }
         for name in route.names
     ]
     if _is_model(route.query):
