@@ -24,6 +24,8 @@ COMMANDS = {
     "sandbox": ("sandbox", "sandboxes: create, exec, code, cp, snapshot, fork, reset, pause, remove …"),
     "login": ("login", "keep the address of a service, and your key"),
     "pool": ("pool", "sandboxes that a service starts ahead: create, list, show, queue, remove"),
+    "job": ("job", "commands that run to completion at a service: run, list, show, logs, cancel, retry"),
+    "volume": ("volume", "named storage at a service: create, list, show, export, import, remove"),
     "key": ("key", "keys of a project at a service: create, list, rotate, revoke"),
     "quota": ("quota", "limits of a project at a service, and what it has"),
     "top": ("top", "what lives at a service: a live table"),
