@@ -21,6 +21,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from support.leaks import descendants
+
 _SETTINGS = {
     "listen_addresses": "",
     "fsync": "off",  # what a crash of the machine would cost is not what is tested
@@ -29,6 +31,7 @@ _SETTINGS = {
     "max_wal_size": "256MB",
     "autovacuum_naptime": "10s",
     "log_min_messages": "fatal",
+    "deadlock_timeout": "50ms",
 }
 _numbers = count(1)
 
@@ -107,21 +110,22 @@ class PostgresServer:
         """End it: SIGINT cuts every connection, SIGQUIT and SIGKILL are a crash."""
         if self.server is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            if number == signal.SIGKILL:
-                os.killpg(self.server.pid, number)
-            else:
-                self.server.send_signal(number)
+        children = [one.pid for one in descendants(self.server.pid).values()]
+        self.server.send_signal(number)
         try:
             self.server.wait(60)
         except subprocess.TimeoutExpired:
-            os.killpg(self.server.pid, signal.SIGKILL)
+            self.server.kill()
             self.server.wait()
         self.server = None
+        # Its processes end when they see that it is gone; where orphans come to us, they are ours to bury.
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
     def remove(self) -> None:
         """End it for good."""
-        self.stop(signal.SIGQUIT)  # nothing of it is wanted any more
+        self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _prefix(self) -> list[str]:

@@ -215,10 +215,10 @@ class PostgresStore:
         return int(found[0][0])
 
     async def commit(self, *changes: Change, durable: bool = False) -> list[Row]:
-        """All changes in one transaction. Every one is durable, as far as the database is set up to be."""
+        """All changes in one transaction; those not ``durable`` as safe as ``synchronous_commit`` says."""
         check(changes)
         text = sql.changes_as_json(changes)
-        await self._call(lambda connection: connection.execute(sql.COMMIT, (text, self._origin)))
+        await self._call(lambda connection: connection.execute(sql.COMMIT, (text, self._origin, durable)))
         self._watchers.tell(_changed(changes))
         return [_stored(change.row) for change in changes if isinstance(change, Put)]
 

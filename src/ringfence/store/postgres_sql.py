@@ -14,7 +14,7 @@ from ringfence.store.contract import Add, Change, Event, Held, Put, Remove
 COLUMNS = "kind, id, project, state, key, due, created, revision, labels::text, document"
 
 GET = f"SELECT {COLUMNS} FROM rf_rows WHERE kind = %s AND id = %s"
-COMMIT = "SELECT rf_commit(%s, %s)"
+COMMIT = "SELECT rf_commit(%s, %s, %s)"
 TAKE = f"SELECT {COLUMNS} FROM rf_take(%s, %s, %s, %s, %s, %s, %s, %s, %s)"
 EVENTS = "SELECT kind, subject, project, name, at, data, number FROM rf_events WHERE number > %s"
 COUNTER = (

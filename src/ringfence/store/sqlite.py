@@ -77,19 +77,24 @@ class SqliteStore:
         work: Work | None = None
         looked = time.monotonic()
         while True:
-            with contextlib.suppress(queue.Empty):
+            idle = False
+            try:
                 job = self._jobs.get(timeout=None if work is None else _LOOK)
                 if job is None:
                     break
                 work = self._run(work, *job)
                 if time.monotonic() - looked < _LOOK:
                     continue
+            except queue.Empty:
+                idle = True
             if work is not None:
                 looked = time.monotonic()
-                # What can't be read now is seen at the next look.
+                # What can't be done now is done at the next look.
                 with contextlib.suppress(sqlite3.Error):
                     if changed := work.others():
                         self._tell(self._watchers.tell, changed)
+                    if idle:
+                        work.rest()
         if work is not None:
             with contextlib.suppress(sqlite3.Error):
                 work.db.close()

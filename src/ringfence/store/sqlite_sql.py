@@ -19,9 +19,9 @@ NAMESAKE = (
 )
 DELETE = "DELETE FROM rows WHERE kind = ? AND id = ?"
 DELETE_REVISION = "DELETE FROM rows WHERE kind = ? AND id = ? AND revision = ?"
-REVISION = "SELECT revision FROM rows WHERE kind = ? AND id = ?"
 
 LABEL = "INSERT INTO labels (kind, id, name, value) VALUES (?, ?, ?, ?)"
+LABELS = "SELECT labels FROM rows WHERE kind = ? AND id = ?"
 UNLABEL = "DELETE FROM labels WHERE kind = ? AND id = ?"
 
 OLDEST = (

@@ -21,6 +21,8 @@ from ringfence.store.watching import MISSED
 APPLICATION = 0x52464E43  # "RFNC" in the file's header: this database is ours
 _KEPT_CHANGES = 20_000  # other processes look 20 times a second
 _FORGET_EVERY = 1_000
+_WAL_PAGES = 8_000  # in the log before a commit has to move them into the file
+_REST_AFTER = 500  # transactions before an idle moment is used for it
 _WAL_KEPT = 64 * 1024**2  # bytes that the log's file keeps after a burst
 
 
@@ -41,6 +43,7 @@ class Work:
         self.version = 0
         self.seen = 0
         self.written = 0
+        self.transactions = 0
 
     def prepare(self) -> None:
         """Set the connection up and bring the schema up to date.
@@ -57,6 +60,8 @@ class Work:
         db.execute("PRAGMA journal_mode = WAL").fetchone()
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA journal_size_limit = {_WAL_KEPT}")
+        # Moving the log into the file waits for the disk: in idle moments (:meth:`rest`) if there are any.
+        db.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         db.execute("PRAGMA temp_store = MEMORY")
         missing("sqlite", db.execute("PRAGMA user_version").fetchone()[0])
         with self.writing(durable=True):
@@ -80,6 +85,7 @@ class Work:
         try:
             yield
             self.db.execute("COMMIT")
+            self.transactions += 1
         except BaseException:
             if self.db.in_transaction:  # some errors (disk full) have rolled back already
                 self.db.execute("ROLLBACK")
@@ -242,10 +248,12 @@ class Work:
             if self.db.execute(sql.NAMESAKE, values).fetchone():
                 raise Conflict(f"there is a {row.kind} {row.key} already", kind=row.kind, key=row.key)
         labels, document = encode(row.labels), encode(row.document)
+        had = "{}"
         if row.revision == 0:
             values = (row.kind, row.id, row.project, row.state, row.key, row.due, row.created)
             done = self.db.execute(sql.INSERT, (*values, labels, document))
         else:
+            (had,) = self.db.execute(sql.LABELS, (row.kind, row.id)).fetchone() or ("{}",)
             values = (row.project, row.state, row.key, row.due, row.created, labels, document)
             done = self.db.execute(sql.UPDATE, (*values, row.kind, row.id, row.revision))
         if done.rowcount != 1:
@@ -255,12 +263,10 @@ class Work:
                 id=row.id,
                 revision=row.revision,
             )
-        if row.revision:
+        if labels != had:
             self.db.execute(sql.UNLABEL, (row.kind, row.id))
-        if row.labels:
-            self.db.executemany(
-                sql.LABEL, [(row.kind, row.id, name, value) for name, value in row.labels.items()]
-            )
+            pairs = [(row.kind, row.id, name, value) for name, value in row.labels.items()]
+            self.db.executemany(sql.LABEL, pairs)
         return replace(row, revision=row.revision + 1)
 
     def _remove(self, change: Remove) -> bool:
@@ -308,6 +314,12 @@ class Work:
             if origin != self.origin:
                 changed.append((kind, id))
         return changed
+
+    def rest(self) -> None:
+        """Nobody asks for anything now: move the log into the file, if it has grown."""
+        if self.transactions >= _REST_AFTER:
+            self.transactions = 0
+            self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     def _note(self, changed: Sequence[tuple[str, str]]) -> None:
         if not changed:

@@ -170,7 +170,9 @@ async def test_events_become_visible_in_the_order_of_their_numbers(own_server: P
         "data": "{}",
     }
     with psycopg.connect(url) as other:
-        other.execute("SELECT rf_commit(%s, 'x')", (json.dumps([event]),))  # has its number, not yet visible
+        other.execute(
+            "SELECT rf_commit(%s, 'x', false)", (json.dumps([event]),)
+        )  # has its number, not yet visible
         waiting = asyncio.create_task(store.commit(Event("thing", "s", "p", "second", 0.0)))
         done, _ = await asyncio.wait({waiting}, timeout=0.3)
         assert not done
@@ -307,4 +309,27 @@ async def test_a_notice_of_anybody_else_is_no_harm(own_server: PostgresServer) -
     async with asyncio.timeout(PATIENCE):
         while await anext(changes) != ("thing", "t-1"):
             pass
+    await store.close()
+
+
+async def test_durable_is_durable_where_the_operator_chose_speed(own_server: PostgresServer) -> None:
+    fresh = own_server.fresh()
+    store = await open_store(fresh + "%20-csynchronous_commit%3Doff")
+    seen = "SELECT current_setting('synchronous_commit')"
+    with psycopg.connect(fresh, autocommit=True) as other:
+        # A trigger tells which it is while the transaction ends.
+        other.execute("CREATE TABLE told (durable text, was text)")
+        other.execute(
+            f"CREATE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+            f" INSERT INTO told VALUES (NEW.key, ({seen})); RETURN NULL; END $$"
+        )
+        other.execute(
+            "CREATE CONSTRAINT TRIGGER t AFTER INSERT ON rf_rows DEFERRABLE INITIALLY DEFERRED"
+            " FOR EACH ROW EXECUTE FUNCTION tell()"
+        )
+        await store.commit(Put(Row("thing", "t-1", key="quick")))
+        await store.commit(Put(Row("thing", "t-2", key="durable")), durable=True)
+        await store.commit(Put(Row("thing", "t-3", key="quick again")))
+        told = other.execute("SELECT durable, was FROM told").fetchall()
+    assert told == [("quick", "off"), ("durable", "on"), ("quick again", "off")]
     await store.close()

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest_asyncio
 
+from ringfence.conformance.store_worker import opener
 from ringfence.store.contract import Row, Store
 
 PATIENCE = 60.0  # seconds that a test waits for what has to come, on however busy a machine
-
-
-def opener(name: str) -> Callable[[str], Awaitable[Store]]:
-    """The coroutine function of ``module:function``."""
-    module, _, function = name.partition(":")
-    found: Callable[[str], Awaitable[Store]] = getattr(importlib.import_module(module), function)
-    return found
 
 
 class StoreKit:
@@ -40,12 +33,16 @@ class StoreKit:
         self._stores.append(store)
         return store
 
+    async def workers(self, *commands: Sequence[object]) -> list[Worker]:
+        """Several at once."""
+        return await asyncio.gather(*(self.worker(*command) for command in commands))
+
     async def worker(self, *command: object) -> Worker:
-        """A process that opens the store and does what ``worker.py`` knows by this name."""
+        """A process that opens the store and does what ``store_worker.py`` knows by this name."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "ringfence.conformance.suites_store.worker",
+            "ringfence.conformance.store_worker",
             self.opener,
             self.address,
             *map(str, command),

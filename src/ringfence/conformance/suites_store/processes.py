@@ -18,7 +18,7 @@ class ProcessesSuite(StoreSuite):
     async def test_a_row_has_one_taker(self, kit: StoreKit, store: Store) -> None:
         made = [f"t-{number:03}" for number in range(150)]
         await store.commit(*(Put(row(id, key="pool", state="ready")) for id in made))
-        workers = [await kit.worker("takes", who) for who in WHO]
+        workers = await kit.workers(*(("takes", who) for who in WHO))
         for worker in workers:
             worker.go()
         taken = {who: await worker.result() for who, worker in zip(WHO, workers, strict=True)}
@@ -36,7 +36,7 @@ class ProcessesSuite(StoreSuite):
 
     async def test_no_change_is_overwritten(self, kit: StoreKit, store: Store) -> None:
         await store.commit(Put(row("t-1", document={"number": 0})))
-        workers = [await kit.worker("adds", "t-1", 40) for _ in WHO]
+        workers = await kit.workers(*[("adds", "t-1", 40)] * 3)
         for worker in workers:
             worker.go()
         for worker in workers:
@@ -45,8 +45,8 @@ class ProcessesSuite(StoreSuite):
         assert found.document["number"] == found.revision - 1 == await store.counter("added") == 120
 
     async def test_limits_and_names_hold(self, kit: StoreKit, store: Store) -> None:
-        counting = [await kit.worker("counts", 100) for _ in WHO[:2]]
-        naming = [await kit.worker("names", who, 30) for who in WHO[:2]]
+        workers = await kit.workers(*[("counts", 100)] * 2, *(("names", who, 30) for who in WHO[:2]))
+        counting, naming = workers[:2], workers[2:]
         for worker in counting + naming:
             worker.go()
         assert sum([await worker.result() for worker in counting]) == 100 == await store.counter("limited")
@@ -55,14 +55,14 @@ class ProcessesSuite(StoreSuite):
 
     async def test_a_lease_is_a_fence(self, kit: StoreKit, store: Store) -> None:
         await store.commit(Put(row("fenced", document={"number": 0})))
-        workers = [await kit.worker("fences", who, 15) for who in WHO]
+        workers = await kit.workers(*(("fences", who, 15) for who in WHO))
         for worker in workers:
             worker.go()
         assert [await worker.result() for worker in workers] == [15, 15, 15]
         assert (await store.get("thing", "fenced")).document["number"] == 45
 
     async def test_events_of_all(self, kit: StoreKit, store: Store) -> None:
-        workers = [await kit.worker("events", who, 60) for who in WHO]
+        workers = await kit.workers(*(("events", who, 60) for who in WHO))
         for worker in workers:
             worker.go()
         seen: list[Event] = []
@@ -80,7 +80,7 @@ class ProcessesSuite(StoreSuite):
     async def test_killed_in_the_middle_of_commits(self, kit: StoreKit, store: Store, durable: str) -> None:
         for attempt in range(3):
             who = [f"{attempt}{name}" for name in WHO[:2]]
-            workers = [await kit.worker("writes", name, durable) for name in who]
+            workers = await kit.workers(*(("writes", name, durable) for name in who))
             for worker in workers:
                 worker.go()
             returned = {}

@@ -157,8 +157,15 @@ BEGIN
     END IF;
 END $$;
 
-CREATE FUNCTION rf_commit(changes jsonb, origin text) RETURNS void
-LANGUAGE sql AS $$ SELECT rf_apply(changes, '', origin, '[]') $$;
+-- `durable`: on disk when it returns, also where the operator has chosen speed (synchronous_commit = off).
+CREATE FUNCTION rf_commit(changes jsonb, origin text, durable boolean) RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF durable AND current_setting('synchronous_commit') = 'off' THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    PERFORM rf_apply(changes, '', origin, '[]');
+END $$;
 
 -- The oldest row of a key and state into another state; rows that somebody else is taking are passed over.
 CREATE FUNCTION rf_take(

@@ -1,15 +1,23 @@
-"""A process of the store's suites: ``worker.py OPENER ADDRESS COMMAND …``, begins when its stdin says so."""
+"""A process of the store's suites: OPENER, ADDRESS, COMMAND …; begins when its stdin says so."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from ringfence.conformance.suites_store.harness import opener
 from ringfence.model.errors import Conflict, QuotaExceeded
 from ringfence.store.contract import Add, Event, Held, Put, Row, Store
+
+
+def opener(name: str) -> Callable[[str], Awaitable[Store]]:
+    """The coroutine function of ``module:function``."""
+    module, _, function = name.partition(":")
+    found: Callable[[str], Awaitable[Store]] = getattr(importlib.import_module(module), function)
+    return found
 
 
 async def takes(store: Store, who: str) -> list[str]:
