@@ -26,6 +26,7 @@ WINDOW = 16  # pieces of a stream that may be on their way
 MOST_WAITING = 64 << 20  # bytes that a peer may leave unread before we believe it dead
 _ENOUGH = 256 << 10  # bytes waiting to be sent above which a sender should wait
 _AT_ONCE = 256 << 10
+_CONTROL = socket.CMSG_SPACE(4 * 4)
 
 
 class Connection:
@@ -120,8 +121,12 @@ class Connection:
     def _readable(self) -> None:
         try:
             if self._descriptors:
-                data, found, flags, _ = socket.recv_fds(self._sock, _AT_ONCE, 4, socket.MSG_CMSG_CLOEXEC)
-                self._received.extend(found)
+                # Not socket.recv_fds: before Python 3.12 it drops the flags, and children would inherit them.
+                data, control, flags, _ = self._sock.recvmsg(_AT_ONCE, _CONTROL, socket.MSG_CMSG_CLOEXEC)
+                for level, kind, payload in control:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        whole = len(payload) - len(payload) % 4
+                        self._received.extend(memoryview(payload[:whole]).cast("i"))
                 if flags & socket.MSG_CTRUNC:
                     raise ProtocolViolation("descriptors of the peer were lost: too many open files?")
             else:
