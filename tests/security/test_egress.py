@@ -25,6 +25,7 @@ from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.service import Node
 from ringfence.runtimes import networking
 from ringfence.runtimes.vm import kernel
+from security import egress_document
 from security.payloads import FOLDER
 from security.tables.egress import IN_MACHINES, NETWORK, WAYS, Way
 from support.egress import connected, doors_into
@@ -82,6 +83,12 @@ def words(output: str) -> dict[str, str]:
     """What the payload said of each way."""
     found = [json.loads(line) for line in output.splitlines() if line.startswith('{"attack"')]
     return {entry["attack"]: entry["word"] for entry in found}
+
+
+def test_the_table_in_the_documentation_is_todays() -> None:
+    assert egress_document.DOCUMENT.read_text() == egress_document.document(), (
+        "run tests/security/egress_document.py"
+    )
 
 
 def test_controls(internet: Internet) -> None:
