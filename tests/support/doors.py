@@ -229,8 +229,12 @@ class LocalDoor:
             writer.write(data)
             if eof:
                 writer.write_eof()
-            async with asyncio.timeout(30):
-                return await reader.read()
+            got = b""
+            with contextlib.suppress(ConnectionError):  # hung up on before everything was read
+                async with asyncio.timeout(60):
+                    while piece := await reader.read(65536):
+                        got += piece
+            return got
         finally:
             writer.close()
             with contextlib.suppress(ConnectionError):

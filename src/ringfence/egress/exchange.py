@@ -84,6 +84,7 @@ class _Body:
         self.length = length
         self.whole = whole
         self.begun = False
+        self._bucket = exchange.door.engine.bucket_out(exchange.door)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """See ``Sending``."""
@@ -97,6 +98,8 @@ class _Body:
             if b"rfsecret0" in window.lower() and _BYTES_PLACEHOLDER.search(window):
                 raise self._exchange.alarm("the body")
             tail = window[-PLACEHOLDER_SIZE:]
+            if self._bucket is not None:
+                await self._bucket.take(len(data))
             if self._exchange.taking is not None:
                 self._exchange.taking.sent(data)
             yield data
@@ -325,7 +328,7 @@ class Exchange:
             self.taking.response = response
         if response.status == 101:
             try:
-                self._notes["end"] = await front.switch(response, upstream)
+                self._notes |= {"upgrade": "websocket", "end": await front.switch(response, upstream)}
             finally:
                 await upstream.close()
             return

@@ -61,7 +61,7 @@ def parse(data: bytes) -> Hello | None:
         if not 0 < size <= 16640:
             raise NotTls("a TLS record of an impossible size")
         message += data[at + 5 : at + 5 + size]
-        if message[0] != 1:
+        if message and message[0] != 1:
             raise NotTls("a TLS handshake that does not begin with ClientHello")
         whole = 4 + int.from_bytes(message[1:4]) if len(message) >= 4 else 4
         if whole > MOST_HELLO:

@@ -156,7 +156,7 @@ class Reader:
             Incomplete: the stream ended before.
         """
         while (end := self._held.find(b"\n")) < 0:
-            if len(self._held) > limit:
+            if len(self._held) > limit + 1:  # its CR may be there already
                 raise BadMessage("a line is too long")
             if not await self.more():
                 raise Incomplete

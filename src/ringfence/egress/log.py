@@ -20,7 +20,6 @@ class ConnectionLog:
         self.path = path
         self._rotate = rotate
         self._descriptor = -1
-        self._size = 0
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one object. It is with the operating system when this returns: our own end loses nothing."""
@@ -28,14 +27,15 @@ class ConnectionLog:
         if len(data) > _MOST_LINE:
             short = {key: value for key, value in line.items() if len(str(value)) < 1024}
             data = json.dumps(short | {"cut": True}, separators=(",", ":")).encode() + b"\n"
-        if self._descriptor < 0 or self._size > self._rotate:
+        if self._descriptor < 0 or os.fstat(self._descriptor).st_size > self._rotate:
             self._open()
-        self._size += os.write(self._descriptor, data)
+        os.write(self._descriptor, data)
 
     def _open(self) -> None:
         import fcntl
 
         self.close()
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(self.path.with_suffix(".lock"), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.path.exists() and self.path.stat().st_size > self._rotate:
@@ -46,7 +46,6 @@ class ConnectionLog:
                 os.replace(self.path, self._older(1))
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o600)
-            self._size = os.fstat(self._descriptor).st_size
 
     def _older(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}")

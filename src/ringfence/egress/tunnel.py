@@ -23,8 +23,8 @@ from ringfence.egress.streams import BROKEN, Rewound, Stream, TlsStream
 from ringfence.egress.upstream import Unreachable
 
 _FIRST_BYTES = 15.0  # seconds that a client may take for its first message
-_HTTP = re.compile(rb"[A-Z]{3,10} [/*h]")
-_MAYBE_HTTP = re.compile(rb"[A-Z]{0,10}(?: [/*h]?)?")
+_HTTP = re.compile(rb"[A-Z]{3,10} ")
+_MAYBE_HTTP = re.compile(rb"[A-Z]{0,10} ?")
 
 
 async def through(flow: Flow, stream: Stream, host: Host, port: int, head: bytes = b"") -> None:
