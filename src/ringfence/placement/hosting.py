@@ -216,7 +216,10 @@ class Hosting:
         return self.placed(sandbox)
 
     async def _make(self, request: SandboxRequest, snapshot: str) -> NodeSandbox:
-        self.node.forget(request.id or "")
+        name = request.id or ""
+        self.node.forget(name)
+        if self.node.state.folder(name).is_dir():  # a dead node's, which could not be removed yet
+            await self.recover()
         if snapshot:
             return await self.node.restore(snapshot, request)
         return await self.node.create(request)

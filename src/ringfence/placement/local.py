@@ -31,6 +31,7 @@ from ringfence.placement.wire import Connection
 
 PATIENCE = 3.0  # seconds that a node may be gone before a call gives up
 _GREETING = 10.0
+_LARGEST = 256 << 20  # bytes of an answer: a list of a hundred thousand sandboxes
 _Result = TypeVar("_Result")
 
 
@@ -310,7 +311,7 @@ class _Link:
         self._waiting: dict[int, asyncio.Future[tuple[Any, int | None]]] = {}
         self._streams: dict[int, asyncio.Queue[bytes | None]] = {}
         self._credits: dict[int, asyncio.Semaphore] = {}
-        self._connection = Connection(sock, self._frame, self._end, descriptors=True)
+        self._connection = Connection(sock, self._frame, self._end, descriptors=True, largest=_LARGEST)
 
     @classmethod
     async def dial(cls, path: Path) -> _Link:

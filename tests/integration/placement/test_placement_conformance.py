@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from ringfence.conformance.suites.placements import PlacementSuite
-from ringfence.placement.contract import Placement
+from ringfence.conformance.suites.placements import SMALL, PlacementSuite
+from ringfence.model.errors import Unsupported
+from ringfence.model.ids import new_id
+from ringfence.model.policy import Isolation
+from ringfence.placement.contract import Placement, VolumeMount
 from ringfence.placement.fake import FakePlacement, Fault, Faults, Faulty
 from ringfence.placement.local import LocalPlacement
 
@@ -22,6 +27,23 @@ class TestLocal(PlacementSuite):
         yield made
         assert await made.list() == []  # every test has destroyed what it started
         await made.close()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("runsc") is None, reason="gVisor is not here, or not for this user"
+)
+class TestLocalGvisor(TestLocal):
+    """Another wall behind the same calls: a kernel of its own, snapshots with memory."""
+
+    volumes = True
+    wall = replace(SMALL, isolation=Isolation(runtime="gvisor"))
+
+    async def test_volumes_are_attached(self, placement: Placement) -> None:
+        name = new_id("vo")
+        await placement.make_volume(name, 32 << 20)
+        with pytest.raises(Unsupported):
+            await placement.start(self.spec(volumes=(VolumeMount(name, "/data"),)))
+        await placement.remove_volume(name)
 
 
 class TestFake(PlacementSuite):

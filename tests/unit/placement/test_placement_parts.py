@@ -43,9 +43,8 @@ def test_specs_and_sandboxes_come_back_as_they_went() -> None:
         deadline=1.5,
     )
     assert values.spec_from_json(values.decode(values.encode(values.spec_as_json(spec)))) == spec
-    placed = Placed(
-        ID, "ended", "jail", "n", 1.0, 2.0, end={"cause": "deadline"}, capabilities={"pause": True}
-    )
+    end, able = {"cause": "deadline"}, {"pause": True}
+    placed = Placed(ID, "ended", "jail", "n", 1.0, 2.0, end=end, capabilities=able)
     assert values.placed_from_json(values.decode(values.encode(values.placed_as_json(placed)))) == placed
 
 
