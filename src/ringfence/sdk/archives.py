@@ -9,7 +9,7 @@ import asyncio
 import os
 import stat
 import tarfile
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 
 from ringfence.model.errors import InvalidRequest
 from ringfence.sdk.transport import CHUNK
@@ -92,5 +92,8 @@ async def unpack(tar: AsyncIterable[bytes], local: str | os.PathLike[str]) -> in
     place = os.fspath(local)
     if os.path.lexists(place) and (os.path.islink(place) or not os.path.isdir(place) or os.listdir(place)):
         raise InvalidRequest(f"{place} is there already", hint="name a folder that is new or empty")
-    done = await extract_tar(tar, place, ArchiveLimits(bytes=_MOST))
-    return done.files
+    try:
+        return (await extract_tar(tar, place, ArchiveLimits(bytes=_MOST))).files
+    finally:
+        if isinstance(tar, AsyncGenerator):
+            await tar.aclose()

@@ -170,6 +170,8 @@ async def _cancel_all() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
+    for _ in range(5):
+        await asyncio.sleep(0)  # transports that were closed close their sockets in the next turns
 
 
 BACKGROUND = Background()

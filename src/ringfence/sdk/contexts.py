@@ -11,7 +11,7 @@ from typing import Any
 from ringfence.model.errors import Conflict, NotFound
 from ringfence.sdk import sse, wire
 from ringfence.sdk.results import CodeError, CodeResult, ContextInfo, Rich
-from ringfence.sdk.transport import Transport
+from ringfence.sdk.transport import Transport, closing
 
 TextSink = Callable[[str], Any]
 RichSink = Callable[[Rich], Any]
@@ -66,18 +66,19 @@ class AsyncContext:
         results: List[Rich] = []
         error: CodeError | None = None
         end: Mapping[str, Any] = {"status": "ended"}
-        async for frame in self.stream(code, timeout=timeout, env=env):
-            kind = frame.get("type")
-            if kind in ("stdout", "stderr"):
-                texts[kind].append(str(frame.get("text", "")))
-                await _tell(on_stdout if kind == "stdout" else on_stderr, texts[kind][-1])
-            elif kind == "result":
-                results.append(wire.rich(frame))
-                await _tell(on_result, results[-1])
-            elif kind == "error":
-                error = wire.code_error(frame)
-            elif kind == "end":
-                end = frame
+        async with closing(self.stream(code, timeout=timeout, env=env)) as frames:
+            async for frame in frames:
+                kind = frame.get("type")
+                if kind in ("stdout", "stderr"):
+                    texts[kind].append(str(frame.get("text", "")))
+                    await _tell(on_stdout if kind == "stdout" else on_stderr, texts[kind][-1])
+                elif kind == "result":
+                    results.append(wire.rich(frame))
+                    await _tell(on_result, results[-1])
+                elif kind == "error":
+                    error = wire.code_error(frame)
+                elif kind == "end":
+                    end = frame
         result = CodeResult(
             "".join(texts["stdout"]), "".join(texts["stderr"]), tuple(results), error,
             str(end.get("status", "ok")), int(end.get("count") or 0), end.get("exit_code"),
@@ -96,10 +97,11 @@ class AsyncContext:
         def again(started: Any) -> str:
             return f"{self._path}/calls/{wire.segment(str(started['call']), 'call')}/stream"
 
-        frames = sse.events(self._transport, f"{self._path}/stream", post=body, again=again)
-        async for name, frame in frames:
-            if name != "started":
-                yield frame
+        events = sse.events(self._transport, f"{self._path}/stream", post=body, again=again)
+        async with closing(events) as frames:
+            async for name, frame in frames:
+                if name != "started":
+                    yield frame
 
     async def interrupt(self) -> None:
         """Interrupt what runs in it, as Ctrl-C does; it lives on."""

@@ -17,7 +17,7 @@ from ringfence.model.errors import InvalidRequest, LinkLost
 from ringfence.sdk import archives, sse, wire
 from ringfence.sdk.failures import ServiceUnreachable
 from ringfence.sdk.results import FileInfo, WatchEvent
-from ringfence.sdk.transport import CHUNK, Retry, Transport
+from ringfence.sdk.transport import CHUNK, Retry, Transport, closing
 
 _MOST = 256 * 1024 * 1024  # bytes that `read` holds in memory
 
@@ -32,7 +32,7 @@ class AsyncFiles:
     ``error.errno == errno.ENOENT`` and so on.
 
     >>> async with AsyncSandbox.create() as sandbox:
-    ...     await sandbox.files.write("notes/today.txt", "hello")
+    ...     _ = await sandbox.files.write("notes/today.txt", "hello")
     ...     print(await sandbox.files.read_text("notes/today.txt"))
     ...     print([info.path async for info in sandbox.files.walk("notes")])
     hello
@@ -52,12 +52,13 @@ class AsyncFiles:
             InvalidRequest: it is larger than 256 MiB: :meth:`stream` or :meth:`download` it.
         """
         data = bytearray()
-        async for piece in self.stream(path, offset=offset, length=length):
-            data += piece
-            if len(data) > _MOST:
-                raise InvalidRequest(
-                    f"{path} has more than {_MOST} bytes", hint="use files.stream or files.download"
-                )
+        async with closing(self.stream(path, offset=offset, length=length)) as pieces:
+            async for piece in pieces:
+                data += piece
+                if len(data) > _MOST:
+                    raise InvalidRequest(
+                        f"{path} has more than {_MOST} bytes", hint="use files.stream or files.download"
+                    )
         return bytes(data)
 
     async def read_text(self, path: str, *, errors: str = "strict") -> str:
@@ -171,9 +172,10 @@ class AsyncFiles:
         size = 0
         with open(temporary, "xb") as file:
             try:
-                async for piece in self.stream(path):
-                    size += len(piece)
-                    await asyncio.to_thread(file.write, piece)
+                async with closing(self.stream(path)) as pieces:
+                    async for piece in pieces:
+                        size += len(piece)
+                        await asyncio.to_thread(file.write, piece)
                 file.flush()
                 os.replace(temporary, place)
             except BaseException:
@@ -271,13 +273,14 @@ class AsyncFiles:
         """
         params = {"path": path, "recursive": recursive}
         first = True
-        async for name, value in sse.events(self._transport, f"{self._path}/watch", params):
-            if name == "watching":
-                # Once more: the connection was lost, and what happened meanwhile is not known.
-                yield WatchEvent("", "watching" if first else "overflow", directory=True)
-                first = False
-            else:
-                yield wire.event(value)
+        async with closing(sse.events(self._transport, f"{self._path}/watch", params)) as events:
+            async for name, value in events:
+                if name == "watching":
+                    # Once more: the connection was lost, and what happened meanwhile is not known.
+                    yield WatchEvent("", "watching" if first else "overflow", directory=True)
+                    first = False
+                else:
+                    yield wire.event(value)
 
     async def sign(self, path: str, *, method: str = "GET", seconds: int = 3600) -> str:
         """A URL that reads (``GET``) or writes (``PUT``) this one file without a key, for a while."""

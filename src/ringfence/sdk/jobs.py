@@ -13,7 +13,7 @@ from ringfence.sdk import service as services
 from ringfence.sdk import wire
 from ringfence.sdk.policy import Policy
 from ringfence.sdk.service import AsyncService
-from ringfence.sdk.transport import CHUNK
+from ringfence.sdk.transport import CHUNK, closing
 from ringfence.sdk.volumes import AsyncVolume
 
 FINAL = ("succeeded", "failed", "cancelled")
@@ -79,8 +79,9 @@ class AsyncJob:
     @classmethod
     async def list(cls, *, service: AsyncService | None = None) -> AsyncIterator[AsyncJob]:
         """Those of the project."""
-        async for value in services.items(service, "/v1/jobs"):
-            yield cls(service, value)
+        async with closing(services.items(service, "/v1/jobs")) as values:
+            async for value in values:
+                yield cls(service, value)
 
     @property
     def id(self) -> str:

@@ -11,6 +11,7 @@ from ringfence.sdk import wire
 from ringfence.sdk.policy import Policy
 from ringfence.sdk.results import QueueInfo
 from ringfence.sdk.service import AsyncService
+from ringfence.sdk.transport import closing
 
 
 class AsyncPool:
@@ -81,8 +82,9 @@ class AsyncPool:
     @classmethod
     async def list(cls, *, service: AsyncService | None = None) -> AsyncIterator[AsyncPool]:
         """Those of the project."""
-        async for value in services.items(service, "/v1/pools"):
-            yield cls(service, value)
+        async with closing(services.items(service, "/v1/pools")) as values:
+            async for value in values:
+                yield cls(service, value)
 
     @property
     def id(self) -> str:

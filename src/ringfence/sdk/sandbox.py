@@ -7,7 +7,8 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from ringfence.model.errors import DeadlineExceeded, GuestRefused, NotFound, WrongState
 from ringfence.sdk import service as services
@@ -29,11 +30,12 @@ from ringfence.sdk.results import (
     SnapshotInfo,
 )
 from ringfence.sdk.service import AsyncService, Opening
-from ringfence.sdk.transport import Transport
+from ringfence.sdk.transport import Transport, closing
 from ringfence.sdk.volumes import AsyncVolume
 from ringfence.sdk.wire import Command
 
 Sink = Callable[[bytes], Any]
+_Held = TypeVar("_Held", AsyncProcess, AsyncTunnel)
 LONGEST_WAIT = 100.0  # seconds of one request that waits; the service takes 120 at most
 
 
@@ -58,6 +60,7 @@ class AsyncSandbox:
         self._files: AsyncFiles | None = None
         self._contexts: AsyncContexts | None = None
         self._door: dict[int, Port] | None = None
+        self._open: WeakSet[AsyncProcess | AsyncTunnel] = WeakSet()  # closed with us
 
     # -- making and finding
 
@@ -188,8 +191,9 @@ class AsyncSandbox:
             "state": [*states] or None,
             "order": "newest" if newest_first else None,
         }
-        async for value in services.items(service, "/v1/sandboxes", asked):
-            yield wire.sandbox(value)
+        async with closing(services.items(service, "/v1/sandboxes", asked)) as values:
+            async for value in values:
+                yield wire.sandbox(value)
 
     # -- what it is
 
@@ -318,11 +322,11 @@ class AsyncSandbox:
         spec |= wire.filled(id=id, stdin=stdin or pty or None, pty=pty or None)
         if pty:
             spec |= {"rows": rows, "columns": columns}
-        return await AsyncProcess.begin(self._transport, self._path, spec)
+        return self._holding(await AsyncProcess.begin(self._transport, self._path, spec))
 
     async def attach(self, id: str, *, stdout: int = 0, stderr: int = 0) -> AsyncProcess:
         """A command that was started before, from these offsets of its output on. Raises NotFound."""
-        return await AsyncProcess.follow(self._transport, self._path, id, stdout, stderr)
+        return self._holding(await AsyncProcess.follow(self._transport, self._path, id, stdout, stderr))
 
     async def processes(self) -> Sequence[ProcessInfo]:
         """The commands that it knows: running, and ended ones whose output is kept."""
@@ -445,7 +449,9 @@ class AsyncSandbox:
 
         The tunnel listens until it is closed; ``tunnel.port`` is its local port.
         """
-        return await AsyncTunnel.open(self._transport, self._path, wire.port_number(port), host, local_port)
+        return self._holding(
+            await AsyncTunnel.open(self._transport, self._path, wire.port_number(port), host, local_port)
+        )
 
     # -- its life
 
@@ -498,12 +504,12 @@ class AsyncSandbox:
                 continue
             if not follow:
                 return
-            async for _, value in sse.events(
-                self._transport, f"{self._path}/events/stream", {"after": after}
-            ):
-                entry = wire.log(value)
-                after = max(after, entry.number)
-                yield entry
+            events = sse.events(self._transport, f"{self._path}/events/stream", {"after": after})
+            async with closing(events) as found:
+                async for _, value in found:
+                    entry = wire.log(value)
+                    after = max(after, entry.number)
+                    yield entry
             if (await self.refresh()).final:
                 follow = False  # once more: what came between the stream's end and now
 
@@ -526,7 +532,9 @@ class AsyncSandbox:
         return self._seen(value) if value else None
 
     async def close(self) -> None:
-        """Let go of it; it lives on. Idempotent."""
+        """Let go of it, its processes and tunnels; it lives on, and they in it. Idempotent."""
+        for each in list(self._open):
+            await each.close()
         service, self._service = self._service, None
         if service is not None:
             await service.release()
@@ -535,10 +543,15 @@ class AsyncSandbox:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.kill()
+        if self._service is not None:  # else it was ended, or let go of, in the middle
+            await self.kill()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, {self.state})"
+
+    def _holding(self, made: _Held) -> _Held:
+        self._open.add(made)
+        return made
 
     def _seen(self, value: Mapping[str, Any]) -> SandboxInfo:
         self.info = wire.sandbox(value)

@@ -23,7 +23,7 @@ class AsyncService:
 
     >>> async with AsyncService() as service:
     ...     sandbox = await AsyncSandbox.create(service=service)
-    ...     await sandbox.kill()
+    ...     _ = await sandbox.kill()
 
     Raises:
         InvalidRequest: what is configured can't be right.

@@ -10,6 +10,7 @@ from ringfence.sdk import service as services
 from ringfence.sdk import wire
 from ringfence.sdk.results import SnapshotInfo
 from ringfence.sdk.service import AsyncService
+from ringfence.sdk.transport import closing
 
 
 class AsyncTemplate:
@@ -26,8 +27,9 @@ class AsyncTemplate:
     @classmethod
     async def list(cls, *, service: AsyncService | None = None) -> AsyncIterator[AsyncTemplate]:
         """Those that there are."""
-        async for value in services.items(service, "/v1/templates"):
-            yield cls(service, value)
+        async with closing(services.items(service, "/v1/templates")) as values:
+            async for value in values:
+                yield cls(service, value)
 
     @classmethod
     async def get(cls, name: str, *, service: AsyncService | None = None) -> AsyncTemplate:
@@ -85,8 +87,9 @@ class AsyncSnapshot:
     @classmethod
     async def list(cls, *, service: AsyncService | None = None) -> AsyncIterator[AsyncSnapshot]:
         """Those of the project."""
-        async for value in services.items(service, "/v1/snapshots"):
-            yield cls(service, value)
+        async with closing(services.items(service, "/v1/snapshots")) as values:
+            async for value in values:
+                yield cls(service, value)
 
     @classmethod
     async def get(cls, name: str, *, service: AsyncService | None = None) -> AsyncSnapshot:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ringfence.model.errors import DeadlineExceeded, RingfenceError
+from ringfence.model.errors import DeadlineExceeded, RingfenceError, WrongState
 from ringfence.sdk import failures
 from ringfence.sdk.failures import ServiceUnreachable
 from ringfence.sdk.settings import Settings
@@ -34,6 +34,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _SAFE = frozenset({"GET", "HEAD", "PUT", "DELETE"})
 _CONNECTIONS = 256  # at once, of one client
 
+_Item = TypeVar("_Item")
 Body = bytes | AsyncIterable[bytes]
 
 
@@ -62,6 +63,7 @@ class Transport:
         import httpx2
 
         self.settings = settings
+        self.closed = False
         socket = settings.socket
         limits = httpx2.Limits(
             max_connections=_CONNECTIONS, max_keepalive_connections=64, keepalive_expiry=30
@@ -82,7 +84,16 @@ class Transport:
 
     async def close(self) -> None:
         """Close every connection. Idempotent."""
+        self.closed = True
         await self._client.aclose()
+
+    def check(self) -> None:
+        """Raises WrongState: it was closed."""
+        if self.closed:
+            raise WrongState(
+                "the connections to the service were closed with the last sandbox that used them",
+                hint="Sandbox.connect(id) gets hold of it again",
+            )
 
     async def __aenter__(self) -> Transport:
         return self
@@ -149,6 +160,7 @@ class Transport:
         timeout: float | None = None,
     ) -> httpx2.Response:
         """As :meth:`call`, but the whole answer, its body read."""
+        self.check()
         own = dict(headers or {})
         if key:
             own["idempotency-key"] = key
@@ -186,6 +198,7 @@ class Transport:
         content: bytes | None = None,
     ) -> httpx2.Response:
         """What a server inside a sandbox answers, whatever it is. The key does not go along."""
+        self.check()
         request = self._client.build_request(method, path, headers=dict(headers or {}), content=content)
         if "authorization" not in {name.lower() for name in headers or {}}:
             request.headers.pop("authorization", None)
@@ -205,6 +218,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[httpx2.Response]:
         """An answer whose body is read piece by piece, in any time; its status was checked."""
+        self.check()
         try:
             request = self._client.build_request(
                 method, path, json=json, params=_given(params), headers=dict(headers or {}),
@@ -249,6 +263,7 @@ class Transport:
         from websockets.asyncio.client import connect, unix_connect
         from websockets.exceptions import InvalidStatus, WebSocketException
 
+        self.check()
         query = urlencode({name: str(value) for name, value in _given(params).items()})
         address = self.settings.websocket_base + path + (f"?{query}" if query else "")
         headers = {"authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
@@ -298,6 +313,11 @@ def _first(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def closing(source: AsyncIterator[_Item]) -> AbstractAsyncContextManager[AsyncIterator[_Item]]:
+    """Iterate over it in here: it is closed on the way out, and the connection that it reads with it."""
+    return aclosing(cast("AsyncGenerator[_Item, None]", source))
 
 
 async def _again(failure: RingfenceError, retry: Retry, *, repeatable: bool, once: bool) -> bool:

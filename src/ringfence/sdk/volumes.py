@@ -10,7 +10,7 @@ from typing import Any
 from ringfence.sdk import archives, wire
 from ringfence.sdk import service as services
 from ringfence.sdk.service import AsyncService
-from ringfence.sdk.transport import CHUNK
+from ringfence.sdk.transport import CHUNK, closing
 
 
 class AsyncVolume:
@@ -56,8 +56,9 @@ class AsyncVolume:
     @classmethod
     async def list(cls, *, service: AsyncService | None = None) -> AsyncIterator[AsyncVolume]:
         """Those of the project."""
-        async for value in services.items(service, "/v1/volumes"):
-            yield cls(service, value)
+        async with closing(services.items(service, "/v1/volumes")) as values:
+            async for value in values:
+                yield cls(service, value)
 
     @property
     def id(self) -> str:

@@ -18,7 +18,7 @@ class Files(Facade):
     ``error.errno == errno.ENOENT`` and so on.
 
     >>> with Sandbox.create() as sandbox:
-    ...     sandbox.files.write("notes/today.txt", "hello")
+    ...     _ = sandbox.files.write("notes/today.txt", "hello")
     ...     print(sandbox.files.read_text("notes/today.txt"))
     ...     print([info.path for info in sandbox.files.walk("notes")])
     hello

@@ -443,7 +443,7 @@ class Sandbox(Facade):
         return BACKGROUND.run(self._async.kill(grace=grace))
 
     def close(self) -> None:
-        """Let go of it; it lives on. Idempotent."""
+        """Let go of it, its processes and tunnels; it lives on, and they in it. Idempotent."""
         BACKGROUND.run(self._async.close())
 
     def __enter__(self) -> Sandbox:

@@ -17,7 +17,7 @@ class Service(Facade):
 
     >>> with Service() as service:
     ...     sandbox = Sandbox.create(service=service)
-    ...     sandbox.kill()
+    ...     _ = sandbox.kill()
 
     Raises:
         InvalidRequest: what is configured can't be right.
