@@ -27,7 +27,7 @@ from ringfence.runtimes import networking
 from ringfence.runtimes.vm import kernel
 from security import egress_document
 from security.payloads import FOLDER
-from security.tables.egress import IN_MACHINES, NETWORK, WAYS, Way
+from security.tables.egress import IN_MACHINES, NETWORK, SECRET, WAYS, Way
 from support.egress import connected, doors_into
 from support.internet import Internet
 
@@ -97,7 +97,8 @@ def test_controls(internet: Internet) -> None:
     mark = internet.mark()
     done = subprocess.run(
         internet.command(sys.executable, str(PAYLOAD), "direct", *names),
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "RELAY": internet.relay},
+        capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "RELAY": internet.relay, "PLACEHOLDER": SECRET},
     )  # fmt: skip
     said, seen = words(done.stdout), internet.since(mark)
     wrong = [
@@ -120,7 +121,7 @@ def chosen(request: pytest.FixtureRequest, runtime: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_ways_out(
-    runtime: str, attack_state: Path, internet: Internet, tmp_path: Path, request: pytest.FixtureRequest
+    runtime: str, attack_state: Path, internet: Internet, request: pytest.FixtureRequest
 ) -> None:
     chosen(request, runtime)
     ways = WAYS
@@ -128,9 +129,14 @@ async def test_ways_out(
         ready_for_machines(attack_state)
         if not request.config.getoption("--ringfence-runtime"):
             ways = tuple(way for way in WAYS if way.name in IN_MACHINES)
-    async with await Node.open(attack_state) as node, doors_into(internet, tmp_path / "egress") as doors:
+    async with (
+        await Node.open(attack_state) as node,
+        doors_into(internet, attack_state / f"egress-{runtime}") as doors,
+    ):
         asked = request_for(runtime, max_processes=512, max_open_files=4096)
-        async with connected(node, doors, internet, asked, NETWORK) as sandbox:
+        await doors.secret_put("project", "token", SECRET)
+        async with connected(node, doors, internet, asked, NETWORK, project="project") as sandbox:
+            placeholder = (await doors.placeholders(sandbox.id, ["token"]))["token"]
             transparent = networking.transparent(sandbox.handle)
             assert transparent == sandbox.runtime.capabilities().transparent
             neighbour = None if runtime in MACHINES else await node.create(request_for(runtime))
@@ -138,7 +144,8 @@ async def test_ways_out(
                 if neighbour is not None:
                     await relay_in(neighbour)
                 mark = internet.mark()
-                output = await tried(sandbox, internet, [way.name for way in ways])
+                names = [way.name for way in ways]
+                output = await tried(sandbox, names, RELAY=internet.relay, PLACEHOLDER=placeholder)
             finally:
                 if neighbour is not None:
                     await neighbour.destroy()
@@ -152,14 +159,12 @@ async def test_ways_out(
     assert not wrong, f"{runtime}:\n" + "\n".join(wrong) + f"\n{output[-1500:] if not said else ''}"
 
 
-async def tried(sandbox: NodeSandbox, internet: Internet, names: list[str]) -> str:
+async def tried(sandbox: NodeSandbox, names: list[str], **env: str) -> str:
     """The payload's output after trying these ways."""
     link = await sandbox.link()
     await link.files.write("/workspace/ways.py", PAYLOAD.read_bytes())
     seen = bytearray()
-    spec = ProcessSpec(
-        ("/usr/bin/python3", "/workspace/ways.py", "inside", *names), env={"RELAY": internet.relay}
-    )
+    spec = ProcessSpec(("/usr/bin/python3", "/workspace/ways.py", "inside", *names), env=env)
     await sandbox.run(spec, lambda output: seen.extend(output.data))
     return seen.decode(errors="replace")
 

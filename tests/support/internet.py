@@ -38,6 +38,7 @@ ZONE: dict[str, dict[str, Any]] = {
     "packages.example.test": {"A": [PACKAGES]},
     "git.example.test": {"A": [GIT]},
     "db.example.test": {"A": [API]},
+    "keyed.example.test": {"A": [API]},
     "web.example.test": {"A": [WEB]},
     # Two customers of one content network: the same address, a certificate each.
     "front.example.test": {"A": [SHARED]},

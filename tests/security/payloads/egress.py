@@ -99,6 +99,7 @@ REAL = {
     "hidden.example.test": SHARED, "inspected.example.test": SHARED, "evil.attacker.test": EVIL,
     "metadata.example.test": METADATA,
     "inner.example.test": PRIVATE, "rebind.example.test": METADATA, "mapped.example.test": PRIVATE,
+    "keyed.example.test": API,
     "selfsigned.example.test": WEB, "wrongname.example.test": WEB, "expired.example.test": WEB,
     "2852039166": METADATA, "0251.0376.0251.0376": METADATA, "0xa9fea9fe": METADATA,
     "[::ffff:169.254.169.254]": METADATA,
@@ -646,6 +647,36 @@ def flood():
             if time.monotonic() > end:
                 raise
             time.sleep(0.2)
+
+
+# -- credentials: the sandbox sees a placeholder, which is worth something at one host only
+
+
+def bearer(sock, host, token, tls=True, target=""):
+    data = request(host, more=f"Authorization: {token}\r\n", target=target)
+    if not tls:
+        return ask(sock, data)
+    with unverified().wrap_socket(sock, server_hostname=host) as wrapped:
+        return ask(wrapped, data)
+
+
+def placeholder_bound():
+    bearer(connect("keyed.example.test", 443), "keyed.example.test", "Bearer " + os.environ["PLACEHOLDER"])
+
+
+def placeholder_elsewhere():
+    target = "http://web.example.test" if inside else ""
+    sock = dial("127.0.0.1", HTTP) if inside else dial(WEB, 80)
+    bearer(sock, "web.example.test", "Bearer " + os.environ["PLACEHOLDER"], tls=False, target=target)
+
+
+def placeholder_encoded():
+    word = base64.b64encode(b"user:" + os.environ["PLACEHOLDER"].encode()).decode()
+    bearer(connect("inspected.example.test", 443), "inspected.example.test", "Basic " + word)
+
+
+def placeholder_passed():
+    bearer(connect("api.example.test", 443), "api.example.test", "Bearer " + os.environ["PLACEHOLDER"])
 
 
 # -- other ways

@@ -6,6 +6,7 @@ place with a network and no door, succeeds. What *must* pass is in here too: a s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ NETWORK: dict[str, Any] = {
         {"host": "front.example.test", "ports": [443], "tls": "pass"},
         {"host": "front.example.test", "ports": [80], "protocol": "tls"},
         {"host": "inspected.example.test", "methods": ["GET"], "paths": ["/mark-*"], "tls": "inspect"},
+        {"host": "keyed.example.test", "inject": {"placeholder": "{{secret:token}}"}},
         {"host": "metadata.example.test", "ports": [80]},
         {"host": "inner.example.test", "ports": [80]},
         {"host": "mapped.example.test", "ports": [80]},
@@ -34,6 +36,14 @@ NETWORK: dict[str, Any] = {
         {"host": "expired.example.test"},
     ],
 }
+
+
+SECRET = "made-up-secret-7f3a"  # what the placeholder stands for
+
+
+def has_secret(seen: Seen) -> bool:
+    """The secret itself came through."""
+    return SECRET in json.dumps(seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,15 @@ WAYS = (
         control="careful servers refuse it too",
     ),
     _stop("smuggling-space", "a space before the colon", control="careful servers refuse it too"),
+    # credentials
+    _pass("placeholder-bound", "a placeholder on its way to its own host becomes the secret", aim=has_secret),
+    _stop("placeholder-elsewhere", "a placeholder on its way to another allowed host"),
+    _stop("placeholder-encoded", "the same, in Basic authentication"),
+    _stop(
+        "placeholder-passed",
+        "the same, in TLS that is passed on: what arrives is worth nothing",
+        aim=has_secret,
+    ),
     # other ways
     _stop("abstract-socket", "an abstract socket of the host's"),
     _stop("neighbour", "another sandbox as a relay"),
