@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from ringfence.api.calls import check_key
-from ringfence.api.errors import status_of
 from ringfence.model.errors import Conflict, IdempotencyConflict, NotFound, RingfenceError
 from ringfence.store.contract import Put, Remove, Row, Store
 
@@ -45,13 +44,11 @@ async def once(
         return (int(row.document["status"]), base64.b64decode(row.document["body"])), True
     try:
         status, body = await work()
-    except BaseException as error:
+    except BaseException:
         # Nothing was made, as far as anybody knows: the same key may try again. A fault of ours says nothing
         # about what happened, but then a retry is all that a client can do.
-        if not isinstance(error, RingfenceError) or status_of(error) != 409:
-            await asyncio.shield(store.commit(Remove(KIND, id)))
-        else:
-            await store.commit(Remove(KIND, id))
+        with contextlib.suppress(RingfenceError):  # somebody took over, or it is taken over later
+            await asyncio.shield(store.commit(Remove(KIND, id, row.revision)))
         raise
     if len(body) <= _MOST_KEPT:
         kept: dict[str, Any] = {

@@ -46,6 +46,10 @@ class Run(Body):
     code: Annotated[str, Field(max_length=4 * 1024 * 1024)]
     timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
     env: Env = Field(default_factory=dict)
+    fresh: bool = Field(
+        False,
+        description="In a fork of the context (Python): it finds all that is there, and changes nothing.",
+    )
 
 
 class ResumeQuery(Query):
@@ -134,7 +138,9 @@ async def run(call: Call, body: Run) -> dict[str, Any]:
     contexts = await _contexts(call)
     meter = call.service.commands.meter(call.sandbox)
     async with call.control.using(call.sandbox, call.principal.project):
-        made = await contexts.execute(call.params["context"], body.code, timeout=body.timeout, env=body.env)
+        made = await contexts.execute(
+            call.params["context"], body.code, timeout=body.timeout, env=body.env, fresh=body.fresh
+        )
         async with made:
             made.admit = meter.take
             ran = await made.collect(call.service.settings.most_output)
@@ -147,7 +153,9 @@ async def stream(call: Call, body: Run) -> Answer:
     `result`, `error`; at last `end`. An event's id is where to go on (`calls/{call}/stream`).
     """
     contexts = await _contexts(call)
-    made = await contexts.execute(call.params["context"], body.code, timeout=body.timeout, env=body.env)
+    made = await contexts.execute(
+        call.params["context"], body.code, timeout=body.timeout, env=body.env, fresh=body.fresh
+    )
     return events(call, _events(call, made))
 
 
