@@ -110,6 +110,7 @@ class Pools:
         self._digests: dict[str, tuple[float, str]] = {}
         self._policies: dict[tuple[str, int], Policy] = {}
         self._keys: dict[tuple[str, int], tuple[str, str]] = {}
+        self.roomier: Callable[[str], None] = _nobody  # told the id of a pool that may have more now
         self.urge: Callable[[str], None] = _nobody  # told the id of a pool that needs looking after
 
     # -- by their owners
@@ -206,6 +207,7 @@ class Pools:
                 continue
             self.forget()
             self.urge(row.id)
+            self.roomier(row.id)
             return Pool.from_row(row)
         raise Conflict(f"pool {name} is changed all the time", hint="try again")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ringfence.control.core import Core, wrong_state
+from ringfence.control.core import Core, log, wrong_state
 from ringfence.control.links import Links
 from ringfence.control.records import Sandbox
 from ringfence.model.errors import (
@@ -18,6 +18,7 @@ from ringfence.model.errors import (
     QuotaExceeded,
     RingfenceError,
     Unsupported,
+    WrongState,
 )
 from ringfence.model.ids import new_id
 from ringfence.model.states import State
@@ -280,7 +281,9 @@ class Powers:
         raise NotFound(f"there is no snapshot {name}", hint="`ringfence snapshot ls` shows those there are")
 
     async def remove_snapshot(self, row: Row) -> None:
-        """Remove it at the placement, then from the store. Idempotent."""
+        """Remove it at the placement, then from the store. Idempotent. One that sandboxes live on is out of
+        everybody's sight at once, and goes with the last of them.
+        """
         core = self.core
         try:
             if row.state != REMOVING:
@@ -291,8 +294,14 @@ class Powers:
             row = await core.store.get(SNAPSHOT, row.id)
         try:
             await core.placement.remove_snapshot(row.id)
-        except NodeUnavailable:
-            return  # the reconciler asks again
+        except NotFound:
+            pass
+        except RingfenceError as error:  # in use, or nobody answers: the reconciler asks again
+            if not isinstance(error, NodeUnavailable | WrongState):
+                log.warning("snapshot %s can't be removed yet: %s", row.id, error)
+            with contextlib.suppress(Conflict):
+                await core.commit(Put(replace(row, due=core.now() + core.settings.retry_most)))
+            return
         charged = int(row.document.get("charged") or 0)
         less = await core.admission.storage(row.project, -charged) if charged else ()
         with contextlib.suppress(Conflict):  # somebody else has removed it

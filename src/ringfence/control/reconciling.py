@@ -262,13 +262,11 @@ class Reconciler:
 
     async def _snapshots(self) -> None:
         core = self.core
-        for row in await core.store.find(SNAPSHOT, states=[MAKING, REMOVING], limit=500):
-            actor = str(row.document.get("actor", ""))
-            if row.state == MAKING and not await self.abandoned(actor):
-                continue
+        for row in await core.store.find(SNAPSHOT, states=[MAKING], limit=500):
             # Nobody waits for what was being made: whoever asked got an error.
-            self.soon(row.id, self.powers.remove_snapshot(row))
-        for row in await core.store.due(SNAPSHOT, core.now(), states=[READY]):
+            if await self.abandoned(str(row.document.get("actor", ""))):
+                self.soon(row.id, self.powers.remove_snapshot(row))
+        for row in await core.store.due(SNAPSHOT, core.now(), states=[READY, REMOVING]):
             self.soon(row.id, self.powers.remove_snapshot(row))
 
     # -- due

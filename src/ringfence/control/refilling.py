@@ -66,7 +66,6 @@ class Refilling:
     def urge(self, pool: str) -> None:
         """A pool needs looking after now."""
         self._urged.set()
-        self.queues.signal(pool)
 
     async def run(self) -> None:
         """Look after pools until cancelled."""

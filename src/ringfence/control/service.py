@@ -82,6 +82,7 @@ class Control:
         self.jobs = Jobs(self.core, files, egress=lambda: bool(egress or self.ending.doors))
         self.runner = Runner(self, self.jobs)
         self.pools.urge = self.refilling.urge
+        self.pools.roomier = self.queues.signal
         self.queues.sandboxes = self.sandboxes
         self.queues.abandoned = self.reconciler.abandoned
         self.sandboxes.claims = self.claims
