@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 from ringfence.model.errors import NotFound, RingfenceError, StoreUnavailable
 from ringfence.store.codec import check, check_lease, check_taken, encode, storable
 from ringfence.store.contract import Change, Event, Row
-from ringfence.store.sqlite_work import Work
+from ringfence.store.sqlite_work import Work, move_log
 from ringfence.store.watching import Watchers
 
 _T = TypeVar("_T")
 
 BUSY = 5.0  # seconds that a write waits for another process's
+_MOVE_AFTER = 300  # transactions in the log
 _LOOK = 0.05  # seconds between two looks at what other processes changed
 
 
@@ -75,26 +76,28 @@ class SqliteStore:
 
     def _work(self) -> None:
         work: Work | None = None
+        moving = threading.Thread()
         looked = time.monotonic()
         while True:
-            idle = False
-            try:
+            with contextlib.suppress(queue.Empty):
                 job = self._jobs.get(timeout=None if work is None else _LOOK)
                 if job is None:
                     break
                 work = self._run(work, *job)
+                if work is not None and work.transactions >= _MOVE_AFTER and not moving.is_alive():
+                    work.transactions = 0
+                    moving = threading.Thread(target=move_log, args=(self.path,), name="ringfence-store-log")
+                    moving.start()
                 if time.monotonic() - looked < _LOOK:
                     continue
-            except queue.Empty:
-                idle = True
             if work is not None:
                 looked = time.monotonic()
                 # What can't be done now is done at the next look.
                 with contextlib.suppress(sqlite3.Error):
                     if changed := work.others():
                         self._tell(self._watchers.tell, changed)
-                    if idle:
-                        work.rest()
+        if moving.ident is not None:
+            moving.join()
         if work is not None:
             with contextlib.suppress(sqlite3.Error):
                 work.db.close()

@@ -2,16 +2,27 @@
 
 # ruff: noqa: S608 - the only thing put together here is our own list of columns
 
+from functools import cache
+
 COLUMNS = "kind, id, project, state, key, due, created, revision, labels, document"
 
 GET = f"SELECT {COLUMNS} FROM rows WHERE kind = ? AND id = ?"
 INSERT = (
     f"INSERT INTO rows ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, 1, ?, ?) ON CONFLICT (kind, id) DO NOTHING"
 )
-UPDATE = (
-    "UPDATE rows SET project = ?, state = ?, key = ?, due = ?, created = ?, revision = revision + 1,"
-    " labels = ?, document = ? WHERE kind = ? AND id = ? AND revision = ?"
-)
+INDEXED = ("project", "state", "key", "due", "created", "labels")
+HAD = f"SELECT {', '.join(INDEXED)} FROM rows WHERE kind = ? AND id = ? AND revision = ?"
+
+
+@cache
+def update(columns: tuple[str, ...]) -> str:
+    """The statement that changes these columns and the document. Naming a column writes all of its indexes,
+    whether its value is another or not: that was half of the time of a transaction.
+    """
+    changed = "".join(f", {name} = ?" for name in columns)
+    return f"UPDATE rows SET revision = revision + 1, document = ?{changed} WHERE kind = ? AND id = ?"
+
+
 # Another row of this name. `indexed by`: a project may have thousands of rows, a name has few.
 NAMESAKE = (
     "SELECT id FROM rows INDEXED BY rows_by_key"
@@ -21,18 +32,12 @@ DELETE = "DELETE FROM rows WHERE kind = ? AND id = ?"
 DELETE_REVISION = "DELETE FROM rows WHERE kind = ? AND id = ? AND revision = ?"
 
 LABEL = "INSERT INTO labels (kind, id, name, value) VALUES (?, ?, ?, ?)"
-LABELS = "SELECT labels FROM rows WHERE kind = ? AND id = ?"
 UNLABEL = "DELETE FROM labels WHERE kind = ? AND id = ?"
 
 OLDEST = (
     f"SELECT {COLUMNS} FROM rows INDEXED BY rows_by_key WHERE kind = ? AND key = ? AND state = ?"
     " ORDER BY created, id LIMIT 1"
 )
-TAKE = (
-    "UPDATE rows SET state = ?, project = ?, due = ?, revision = revision + 1, document = ?"
-    " WHERE kind = ? AND id = ? AND revision = ?"
-)
-
 EVENT = "INSERT INTO events (kind, subject, project, name, at, data) VALUES (?, ?, ?, ?, ?, ?)"
 EVENTS = "SELECT kind, subject, project, name, at, data, number FROM events WHERE number > ?"
 
@@ -53,6 +58,6 @@ RELEASE = "DELETE FROM leases WHERE name = ? AND owner = ?"
 
 CHANGED = "INSERT INTO changes (origin, kind, id) VALUES (?, ?, ?)"
 CHANGES = "SELECT number, kind, id, origin FROM changes WHERE number > ? ORDER BY number"
-NEWEST_CHANGE = "SELECT seq FROM sqlite_sequence WHERE name = 'changes'"
+NEWEST_CHANGE = "SELECT max(number) FROM changes"
 OLDEST_CHANGE = "SELECT min(number) FROM changes"
 FORGET_CHANGES = "DELETE FROM changes WHERE number <= ?"

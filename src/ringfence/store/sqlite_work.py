@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sqlite3
 import time
@@ -22,8 +23,14 @@ APPLICATION = 0x52464E43  # "RFNC" in the file's header: this database is ours
 _KEPT_CHANGES = 20_000  # other processes look 20 times a second
 _FORGET_EVERY = 1_000
 _WAL_PAGES = 8_000  # in the log before a commit has to move them into the file
-_REST_AFTER = 500  # transactions before an idle moment is used for it
 _WAL_KEPT = 64 * 1024**2  # bytes that the log's file keeps after a burst
+
+
+def move_log(path: str) -> None:
+    """Move what the log holds into the file, in nobody's way: on a connection of its own."""
+    url = Path(path).as_uri() + "?mode=rw"  # never make one that was removed
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(url, uri=True)) as db:
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
 
 def boot() -> str:
@@ -60,7 +67,7 @@ class Work:
         db.execute("PRAGMA journal_mode = WAL").fetchone()
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA journal_size_limit = {_WAL_KEPT}")
-        # Moving the log into the file waits for the disk: in idle moments (:meth:`rest`) if there are any.
+        # Moving the log into the file waits for the disk: usually a thread beside this one does it.
         db.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         db.execute("PRAGMA temp_store = MEMORY")
         missing("sqlite", db.execute("PRAGMA user_version").fetchone()[0])
@@ -190,10 +197,8 @@ class Work:
                 due=row.due if due is None else due,
                 revision=row.revision + 1,
             )
-            self.db.execute(
-                sql.TAKE,
-                (into, taken.project, taken.due, encode(taken.document), kind, row.id, row.revision),
-            )
+            had, now = (row.state, row.project, row.due), (into, taken.project, taken.due)
+            self._update(kind, row.id, ("state", "project", "due"), had, now, encode(taken.document))
             changed = [(kind, row.id)]
             self._apply(changes, changed, subject=row.id)
             self._note(changed)
@@ -248,26 +253,41 @@ class Work:
             if self.db.execute(sql.NAMESAKE, values).fetchone():
                 raise Conflict(f"there is a {row.kind} {row.key} already", kind=row.kind, key=row.key)
         labels, document = encode(row.labels), encode(row.document)
-        had = "{}"
+        now = (row.project, row.state, row.key, row.due, row.created, labels)
+        had: tuple[Any, ...] | None = ("{}",)
         if row.revision == 0:
-            values = (row.kind, row.id, row.project, row.state, row.key, row.due, row.created)
-            done = self.db.execute(sql.INSERT, (*values, labels, document))
+            values = (row.kind, row.id, *now[:-1], labels, document)
+            if self.db.execute(sql.INSERT, values).rowcount != 1:
+                had = None
         else:
-            (had,) = self.db.execute(sql.LABELS, (row.kind, row.id)).fetchone() or ("{}",)
-            values = (row.project, row.state, row.key, row.due, row.created, labels, document)
-            done = self.db.execute(sql.UPDATE, (*values, row.kind, row.id, row.revision))
-        if done.rowcount != 1:
+            had = self.db.execute(sql.HAD, (row.kind, row.id, row.revision)).fetchone()
+            if had is not None:
+                self._update(row.kind, row.id, sql.INDEXED, had, now, document)
+        if had is None:
             raise Conflict(
                 f"{row.kind} {row.id} was changed by somebody else",
                 kind=row.kind,
                 id=row.id,
                 revision=row.revision,
             )
-        if labels != had:
+        if labels != had[-1]:
             self.db.execute(sql.UNLABEL, (row.kind, row.id))
             pairs = [(row.kind, row.id, name, value) for name, value in row.labels.items()]
             self.db.executemany(sql.LABEL, pairs)
         return replace(row, revision=row.revision + 1)
+
+    def _update(
+        self,
+        kind: str,
+        id: str,
+        names: tuple[str, ...],
+        had: tuple[Any, ...],
+        now: tuple[Any, ...],
+        document: str,
+    ) -> None:
+        new = [place for place in range(len(names)) if now[place] != had[place]]
+        statement = sql.update(tuple(names[place] for place in new))
+        self.db.execute(statement, (document, *(now[place] for place in new), kind, id))
 
     def _remove(self, change: Remove) -> bool:
         if change.revision < 0:
@@ -315,12 +335,6 @@ class Work:
                 changed.append((kind, id))
         return changed
 
-    def rest(self) -> None:
-        """Nobody asks for anything now: move the log into the file, if it has grown."""
-        if self.transactions >= _REST_AFTER:
-            self.transactions = 0
-            self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-
     def _note(self, changed: Sequence[tuple[str, str]]) -> None:
         if not changed:
             return
@@ -331,8 +345,7 @@ class Work:
             self.db.execute(sql.FORGET_CHANGES, (self._newest() - _KEPT_CHANGES,))
 
     def _newest(self) -> int:
-        found = self.db.execute(sql.NEWEST_CHANGE).fetchone()
-        return int(found[0]) if found else 0
+        return int(self.db.execute(sql.NEWEST_CHANGE).fetchone()[0] or 0)
 
 
 def _conditions(

@@ -31,9 +31,9 @@ CREATE TABLE labels (
 ) WITHOUT ROWID;
 CREATE INDEX labels_by_value ON labels (kind, name, value, id);
 
--- Append-only. AUTOINCREMENT: no number is ever given twice.
+-- Append-only: as long as the newest is never removed, no number is given twice.
 CREATE TABLE events (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    number INTEGER PRIMARY KEY,
     kind TEXT NOT NULL,
     subject TEXT NOT NULL,
     project TEXT NOT NULL,
@@ -58,9 +58,9 @@ CREATE TABLE leases (
     until REAL NOT NULL
 ) WITHOUT ROWID;
 
--- The last rows that changed, and by which opened store: how other processes learn of it.
+-- The last rows that changed, and by which opened store: how other processes learn of it. The oldest are removed.
 CREATE TABLE changes (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    number INTEGER PRIMARY KEY,
     origin TEXT NOT NULL,
     kind TEXT NOT NULL,
     id TEXT NOT NULL
