@@ -122,7 +122,7 @@ class Authority:
     def _context(pem: bytes) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols(["h2", "http/1.1"])
         # The ssl module reads files only: this one is in memory, and gone when it was read.
         with tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else _memory() as file:
             file.write(pem)

@@ -51,6 +51,7 @@ class Request:
 class Front(Protocol):
     """The side of the client."""
 
+    speaks_h2: bool
     begun: bool  # the answer's head is out: no other answer can be given any more
 
     def pieces(self) -> AsyncIterator[bytes]:
@@ -67,7 +68,7 @@ class Front(Protocol):
     async def piece(self, data: bytes) -> None:
         """A piece of its body."""
 
-    async def finish(self) -> None:
+    async def finish(self, trailers: Headers) -> None:
         """It is whole."""
 
     async def switch(self, response: ResponseHead, upstream: Upstream) -> str:
@@ -287,7 +288,7 @@ class Exchange:
         tries = 0
         bucket = self.door.engine.bucket_out(self.door)
         while True:
-            upstream = await self.pool.get(grant, request.scheme, fresh=tries > 0)
+            upstream = await self.pool.get(grant, request.scheme, fresh=tries > 0, h2=self.front.speaks_h2)
             reused = upstream.used > 0
             upstream.used += 1
             try:
@@ -366,7 +367,7 @@ class Exchange:
             if rest := starring.end():
                 await front.piece(rest)
                 tail += rest
-            await front.finish()
+            await front.finish(upstream.trailers)
             ended = True
         finally:
             if counts:

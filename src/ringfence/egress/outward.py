@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ringfence.egress import http1
-from ringfence.egress.http1 import Reader, ResponseHead
+from ringfence.egress.http1 import Headers, Reader, ResponseHead
 from ringfence.egress.injection import Outgoing
 from ringfence.egress.names import Address
 from ringfence.egress.streams import BROKEN, SocketStream, Stream, TlsStream
@@ -42,6 +42,7 @@ class Upstream(Protocol):
     address: Address
     scheme: str
     used: int
+    trailers: Headers  # of the answer, when its body has ended
 
     async def request(
         self, outgoing: Outgoing, body: Sending, upgrade: str, count: Count, idle: float
@@ -87,6 +88,7 @@ class H1Upstream:
         self.address = address
         self.scheme = scheme
         self.used = 0
+        self.trailers: Headers = []
         self.clean = True
         self._socket = socket
         self._sender: asyncio.Task[None] | None = None
@@ -189,7 +191,7 @@ class Pool:
         self._idle: list[tuple[Upstream, asyncio.TimerHandle]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def get(self, grant: Grant, scheme: str, *, fresh: bool = False) -> Upstream:
+    async def get(self, grant: Grant, scheme: str, *, fresh: bool = False, h2: bool = False) -> Upstream:
         """A connection for a request with this grant.
 
         Raises:
@@ -215,7 +217,13 @@ class Pool:
         stream, address = await engine.upstreams.connect(grant.host, grant.port, grant.addresses, patience)
         secured: SocketStream | TlsStream = stream
         if scheme == "https":
-            secured = await engine.upstreams.secure(stream, grant.host, "http/1.1", patience=patience)
+            # HTTP/2 is offered where the client speaks it too: some of what it can has no other form.
+            offered = ("h2", "http/1.1") if h2 else ("http/1.1",)
+            secured = await engine.upstreams.secure(stream, grant.host, *offered, patience=patience)
+            if secured.protocol == "h2":
+                from ringfence.egress.http2_out import H2Upstream
+
+                return await H2Upstream.over(secured, stream, grant, address)
         return H1Upstream(secured, stream, grant, address, scheme)
 
     def put(self, upstream: Upstream) -> None:

@@ -14,7 +14,7 @@ from ringfence.egress import http1
 from ringfence.egress.answers import answer
 from ringfence.egress.door import Door, Flow, Refused, refused
 from ringfence.egress.exchange import Exchange, Request
-from ringfence.egress.http1 import BadMessage, Incomplete, Reader, RequestHead, ResponseHead
+from ringfence.egress.http1 import BadMessage, Headers, Incomplete, Reader, RequestHead, ResponseHead
 from ringfence.egress.names import BadHost, Host, parse_host
 from ringfence.egress.outward import H1Upstream, Upstream
 from ringfence.egress.policy import BadPath, Decision, normal_path
@@ -160,6 +160,7 @@ class _Front:
         self._head = head
         self._data = b""
         self._chunked = False
+        self.speaks_h2 = False
         self.begun = False
         self.asked = False  # for the body
         self.read = False  # the body, to its end
@@ -202,7 +203,7 @@ class _Front:
         data, self._data = self._data + (http1.chunk(data) if self._chunked else data), b""
         await self._stream.write(data)
 
-    async def finish(self) -> None:
+    async def finish(self, trailers: Headers) -> None:
         """See ``Front``."""
         data = self._data + (b"0\r\n\r\n" if self._chunked else b"")
         if data:

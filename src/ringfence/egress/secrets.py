@@ -62,7 +62,7 @@ class SecretStore:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
-        self._path.absolute().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_path = self._path.with_suffix(".lock")
         with open(lock_path, "ab") as lock:
             give(lock_path)

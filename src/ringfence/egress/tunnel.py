@@ -117,7 +117,12 @@ async def _inspect(flow: Flow, reader: Reader, host: Host, port: int) -> None:
             hint="it has a pinned certificate or a bundle of its own; with tls: pass it goes through unread",
         ) from None
     try:
-        await Requests(flow, Reader(stream), ("https", host, port)).serve()
+        if stream.protocol == "h2":
+            from ringfence.egress.http2 import H2Requests
+
+            await H2Requests(flow, stream, ("https", host, port)).serve()
+        else:
+            await Requests(flow, Reader(stream), ("https", host, port)).serve()
     finally:
         with contextlib.suppress(*BROKEN):
             await stream.close()
