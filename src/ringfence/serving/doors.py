@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,9 @@ _PAGE = 500
 class ServiceDoors:
     """Opens, keeps and closes them; what the orchestrator calls at starts and ends."""
 
-    def __init__(self, doors: Doors, control: Control, owner: str) -> None:
+    def __init__(self, doors: Doors, control: Control, owner: str, folder: Path) -> None:
         self.doors = doors
+        self._folder = folder
         self._control = control
         self._owner = f"{owner}/doors"
         self._open: dict[str, Mapping[str, Any]] = {}  # the network part that is in force, by sandbox
@@ -94,6 +96,13 @@ class ServiceDoors:
         await self.doors.update(sandbox.id, dict(network))
         self._open[sandbox.id] = network
 
+    def connections(self, sandbox: str, limit: int) -> list[dict[str, Any]]:
+        """The newest lines of the log about one sandbox, oldest first. Reads files."""
+        from ringfence.egress.log import ConnectionLog
+
+        lines = ConnectionLog(self._folder / "connections.jsonl").read()
+        return list(deque((line for line in lines if line.get("sandbox") == sandbox), maxlen=limit))
+
     async def look(self) -> None:
         """Keep what is ours, take over what is nobody's, let go of what has ended."""
         store = self._control.store
@@ -149,9 +158,9 @@ class ServiceDoors:
 
 
 @contextlib.asynccontextmanager
-async def watching(control: Control, doors: Doors, owner: str) -> AsyncIterator[ServiceDoors]:
-    """The doors of a service while the block runs."""
-    made = ServiceDoors(doors, control, owner)
+async def watching(control: Control, doors: Doors, owner: str, folder: Path) -> AsyncIterator[ServiceDoors]:
+    """The doors of a service while the block runs; ``folder``: where the proxy keeps its log."""
+    made = ServiceDoors(doors, control, owner, folder)
     control.egress = control.starting.doors = control.ending.doors = made
     task = asyncio.get_running_loop().create_task(made.run())
     try:

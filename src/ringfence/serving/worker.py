@@ -63,14 +63,15 @@ async def service(
     *,
     owner: str,
     doors: Any = None,
+    egress: str = "",
     oversell: Oversell | None = None,
     files: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """The API over a store and a placement, with its background work, until the block ends.
 
-    ``settings``: of ``ringfence.api.settings.Settings``; ``doors``: ``egress.client.Doors``. Store, placement
-    and doors are the caller's to close.
+    ``settings``: of ``ringfence.api.settings.Settings``; ``doors``: ``egress.client.Doors``, with their
+    folder in ``egress``. Store, placement and doors are the caller's to close.
     """
     quotas = Quotas(store, capacity=placement.capacity, oversell=oversell)
     tenancy = Tenancy(store, quotas)
@@ -82,7 +83,7 @@ async def service(
         if doors is not None:
             from ringfence.serving.doors import watching
 
-            await watched.enter_async_context(watching(control, doors, owner))
+            await watched.enter_async_context(watching(control, doors, owner, Path(egress)))
         await control.start()
         made = make_app(control, tenancy, Settings(await signing_secret(store), **settings))
         sweeping = asyncio.get_running_loop().create_task(_sweep(made))
@@ -197,6 +198,7 @@ async def run(worker: Worker) -> None:
                 placement,
                 owner=worker.owner,
                 doors=doors,
+                egress=os.path.join(worker.state, "egress"),
                 oversell=oversell,
                 files=Path(worker.state) / "jobs",
                 domain=worker.domain,

@@ -76,6 +76,42 @@ def test_what_is_named_passes_and_nothing_else(doors: Serving, web: int) -> None
         doors.http.delete(f"/v1/sandboxes/{box['id']}")
 
 
+def test_secrets_are_of_a_project_and_never_told(doors: Serving) -> None:
+    put = doors.http.put("/v1/secrets/token", json={"value": "s3cret-value"})
+    assert put.status_code == 200 and "s3cret-value" not in put.text, put.text
+    listed = doors.http.get("/v1/secrets")
+    assert [each["name"] for each in listed.json()["items"]] == ["token"] and "s3cret" not in listed.text
+    _, stranger = doors.tenant("stranger")
+    assert doors.client(stranger).get("/v1/secrets").json()["items"] == []
+    assert doors.client(stranger).delete("/v1/secrets/token").status_code == 404
+    assert doors.http.put("/v1/secrets/a%20b", json={"value": "x"}).status_code == 400
+    assert doors.http.delete("/v1/secrets/token").status_code == 204
+    assert doors.http.get("/v1/secrets").json()["items"] == []
+
+
+def test_a_question_is_answered_by_its_project(doors: Serving, web: int) -> None:
+    box = doors.sandbox(network={"mode": "egress", "onUnknown": "ask", "askTimeout": 60})
+    body = {"argv": ["python3", "-c", ASK.format(port=web)], "id": "asks", "wait": False, "detached": True}
+    doors.http.post(f"/v1/sandboxes/{box['id']}/processes", json=body)
+    (question,) = eventually(lambda: doors.http.get("/v1/egress/questions").json()["items"], "it is asked")
+    assert (question["sandbox"], question["port"]) == (box["id"], web)
+    _, key = doors.tenant("curious")
+    stranger = doors.client(key)
+    answer = {"allow": True, "remember": True}
+    assert stranger.get("/v1/egress/questions").json()["items"] == []
+    assert stranger.post(f"/v1/egress/questions/{question['id']}", json=answer).status_code == 404
+    assert doors.http.post(f"/v1/egress/questions/{question['id']}", json=answer).status_code == 200
+    one = f"/v1/sandboxes/{box['id']}"
+    told = eventually(
+        lambda: doors.http.get(f"{one}/processes/asks/output").json()["stdout"]["data"], "it goes on"
+    )
+    assert told.strip() == "beyond"
+    seen = eventually(lambda: doors.http.get(f"{one}/connections").json()["items"], "it is in the log")
+    assert {each["sandbox"] for each in seen} == {box["id"]}
+    assert stranger.get(f"{one}/connections").status_code == 404
+    doors.http.delete(one)
+
+
 def test_a_killed_api_opens_its_doors_again(doors: Serving, web: int) -> None:
     box = doors.sandbox(network=network(web))
     (pid,) = doors.children()["api"]

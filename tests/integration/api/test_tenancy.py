@@ -70,6 +70,8 @@ class World:
             "port": PORT,
             "rest": "x",
             "call": "call-1",
+            "secret": "s",
+            "question": "ask-1",
         }
         self.unknown = {
             **self.real,
