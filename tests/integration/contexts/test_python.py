@@ -271,3 +271,27 @@ async def test_no_such_language_program_or_folder(contexts: Contexts) -> None:
     assert await contexts.list() == []
     with pytest.raises((NotFound, GuestRefused)):
         await contexts.run("never", "1")
+
+
+async def test_a_fresh_call_finds_everything_and_changes_nothing(contexts: Contexts) -> None:
+    await contexts.create(id="a")
+    await contexts.run("a", "import random, asyncio\nx = [1]\nasync def f(): return 5")
+    ran = await contexts.run("a", "x.append(2); y = 1; print('in', x)\nawait f()", fresh=True)
+    assert (ran.stdout, ran.text, ran.status, ran.count) == ("in [1, 2]\n", "5", "ok", 2)
+    assert (await contexts.run("a", "x, 'y' in globals()")).text == "([1], False)"
+    drawn = {(await contexts.run("a", "random.random()", fresh=True)).text for _ in range(4)}
+    assert len(drawn) == 4  # control: without new seeds they would be the same
+    code = "import os\nos.fork() or os._exit(0)\nos.wait(); random.random()"
+    ran = await contexts.run("a", code)
+    assert ran.error is None
+    call = await contexts.execute("a", "print('go', flush=True)\nwhile True: pass", fresh=True)
+    await call.__anext__()
+    await call.interrupt()
+    stopped = await call.collect()
+    assert stopped.error is not None and stopped.error.name == "KeyboardInterrupt"
+    ran = await contexts.run("a", "import os\nos._exit(7)", fresh=True)
+    assert ran.error is not None and "exit code 7" in ran.error.value and ran.status == "error"
+    assert (await contexts.run("a", "x")).text == "[1]"
+    await contexts.create("bash", id="b")
+    with pytest.raises(Unsupported):
+        await contexts.run("b", "true", fresh=True)

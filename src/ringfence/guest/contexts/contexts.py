@@ -181,6 +181,7 @@ class Contexts:
         timeout: float | None = None,  # noqa: ASYNC109
         env: Mapping[str, str] | None = None,
         call: str | None = None,
+        fresh: bool = False,
     ) -> Call:
         """Call a context. Calls of one context wait for one another, in the order they came.
 
@@ -190,10 +191,13 @@ class Contexts:
             timeout: seconds until it is interrupted, and 5 seconds later the context is ended.
             env: variables during this call.
             call: the call's own id; made up if ``None``.
+            fresh: in a fork of the context (Python only): the code finds all that is there, imports too, and
+                what it changes goes with it. Its random generators are seeded anew.
 
         Raises:
             NotFound: no such context.
             InvalidRequest: code that no context can take.
+            Unsupported: ``fresh`` in another language.
         """
         if len(code.encode("utf-8", "surrogatepass")) > MOST_CODE:
             raise InvalidRequest(
@@ -204,7 +208,13 @@ class Contexts:
         kind, process = await self._attach(_check(id), FROM_NOW, FROM_NOW)
         made = Call(name, id, process, kind.reader(name, False), Place(*process.offsets), deadline)
         try:
-            await process.write(kind.request(name, code, env or {}))
+            if fresh and not kind.forks:
+                raise Unsupported(
+                    f"{kind.name} contexts can't fork",
+                    hint="use a context of its own",
+                    capability="contexts.fork",
+                )
+            await process.write(kind.request(name, code, env or {}, fresh))
         except GuestRefused as error:
             await process.close()
             if error.errno != errno.EPIPE:

@@ -48,8 +48,9 @@ class Language:
     programs: tuple[str, ...]
     needs: str
     command: Callable[[str, int], tuple[str, ...]]
-    request: Callable[[str, str, Mapping[str, str]], bytes]
+    request: Callable[[str, str, Mapping[str, str], bool], bytes]
     reader: Callable[[str, bool], Reader]
+    forks: bool = False  # it can run a call in a copy of itself
 
     def source(self) -> bytes:
         """The kernel's text."""
@@ -74,9 +75,9 @@ def language(name: str) -> Language:
     return found
 
 
-def _lines(call: str, code: str, env: Mapping[str, str]) -> bytes:
+def _lines(call: str, code: str, env: Mapping[str, str], fresh: bool = False) -> bytes:
     """A request to a kernel that reads JSON, long ones in parts."""
-    text = json.dumps({"op": "run", "x": call, "code": code, "env": dict(env)})
+    text = json.dumps({"op": "run", "x": call, "code": code, "env": dict(env), "fresh": fresh})
     if len(text) <= _PIECE:
         return text.encode() + b"\n"
     pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
@@ -87,7 +88,7 @@ def _lines(call: str, code: str, env: Mapping[str, str]) -> bytes:
     return "\n".join(lines).encode() + b"\n"
 
 
-def _sized(call: str, code: str, env: Mapping[str, str]) -> bytes:
+def _sized(call: str, code: str, env: Mapping[str, str], fresh: bool = False) -> bytes:
     """A request to bash: declarations and code by their lengths."""
     wrong = [name for name in env if not _NAME.match(name)]
     if wrong:
@@ -108,6 +109,7 @@ LANGUAGES: Final = {
         lambda program, size: (program, "-u", "-c", _PYTHON, str(size)),
         _lines,
         Lines,
+        forks=True,
     ),
     "javascript": Language(
         "javascript",

@@ -201,9 +201,9 @@ class Records:
         out, err = (self._at[stream] - len(self._held[stream]) for stream in (STDOUT, STDERR))
         return Place(out, err, self._inside[STDOUT])
 
-    def _print(self, stream: int, data: bytes) -> None:
-        if data and self._inside[stream] and stream not in self._over:
-            text = self._decoders[stream].decode(data)
+    def _print(self, stream: int, data: bytes, *, final: bool = False) -> None:
+        if (data or final) and self._inside[stream] and stream not in self._over:
+            text = self._decoders[stream].decode(data, final)
             if text:
                 name = "stdout" if stream == STDOUT else "stderr"
                 self._events.append((self._place(), Text(name, clean(text))))
@@ -217,7 +217,10 @@ class Records:
             self.ready = True
         elif what == b"begin" and call == self._call:
             self._inside[stream] = True
-        elif self._inside[stream]:  # its end, or another's begin: the code took its record away
+        elif (
+            self._inside[stream] and stream not in self._over
+        ):  # its end, or another's begin: the code took its record away
+            self._print(stream, b"", final=True)
             self._over.setdefault(stream, code if call == self._call else 0)
             if len(self._over) == 2 and not self._finished:
                 self._finished = True

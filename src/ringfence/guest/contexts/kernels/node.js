@@ -229,5 +229,5 @@ source.on('data', (text) => {
     if (request && request.op === 'run') queue = queue.then(() => run(request)).catch(() => {});
   }
 });
-source.on('end', () => process.exit(0));
+source.on('end', () => queue.then(() => process.exit(0)));
 say('ready', { version: process.version });

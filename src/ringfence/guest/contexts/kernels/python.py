@@ -319,7 +319,7 @@ class Kernel:
         self.answers = answers
         self.pipes = pipes
         self.count = 0
-        self.running = False
+        self.running = self.forking = False
         self.loop = None
         self.module = types.ModuleType("__main__")
         self.module.__dict__.update(__builtins__=builtins, display=self.display, exit=_exit, quit=_exit)
@@ -328,9 +328,13 @@ class Kernel:
         sys.stdout, sys.stderr = pipes.streams
         sys.stdin = open(0, closefd=False)
         builtins.display = self.display
-        sys.meta_path.insert(0, PyplotHook(self.show))
+
+        def show(*_, **__):  # a function: Matplotlib gives it a signature
+            self._figures()
+
+        sys.meta_path.insert(0, PyplotHook(show))
         if "matplotlib.pyplot" in sys.modules:
-            sys.modules["matplotlib.pyplot"].show = self.show
+            sys.modules["matplotlib.pyplot"].show = show
         os.environ.setdefault("MPLBACKEND", "Agg")
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -347,6 +351,8 @@ class Kernel:
 
     def _forked(self):
         """In a child that the user's code forked: it prints to the descriptors, and is no kernel."""
+        if self.forking:
+            return
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         self.answers.lock = threading.RLock()
         self.answers.send = lambda _: None
@@ -356,7 +362,47 @@ class Kernel:
         """Until the requests end."""
         for request in self.requests:
             if request.get("op") == "run":
+                if request.get("fresh"):
+                    self.fork(request)
+                else:
+                    self.run(request)
+
+    def fork(self, request):
+        """One call in a copy of this process: it sees all that is here, imports too, and changes nothing."""
+        self.forking = True
+        pid = os.fork()
+        self.forking = False
+        if not pid:
+            try:
+                self._renew()
                 self.run(request)
+            finally:
+                os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        self.count += 1
+        if status:
+            self.answers.call = str(request.get("x", ""))
+            how = "signal %d" % (status & 127) if status & 127 else "exit code %d" % (status >> 8)
+            self.answers.say("error", name="RunEnded", value="ended by " + how, traceback="")
+            self.answers.say("end", n=self.count)
+            self.answers.call = ""
+
+    def _renew(self):
+        """In a copy: output of its own, and randomness that no other copy has."""
+        self.answers.lock = threading.RLock()
+        self.pipes = Pipes(self.answers)
+        self.pipes.start()
+        sys.stdout, sys.stderr = self.pipes.streams
+        self.loop = None
+        if "asyncio" in sys.modules:
+            sys.modules["asyncio"].set_event_loop(None)
+        for name in ("random", "numpy.random"):
+            module = sys.modules.get(name)
+            if module is not None:
+                try:
+                    module.seed(int.from_bytes(os.urandom(4), "big"))
+                except Exception:
+                    pass
 
     def run(self, request):
         """One call."""
@@ -432,10 +478,6 @@ class Kernel:
         """Show objects in all the forms they have."""
         for value in values:
             self._show(value, False)
-
-    def show(self, *_, **__):
-        """``pyplot.show``."""
-        self._figures()
 
     def _show(self, value, main):
         figure = _is_figure(value)

@@ -35,6 +35,11 @@ def plain(value, depth=0):
         return {str(key): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item, depth + 1) for item in value]
+    try:
+        if (value != value) is True:  # not a time, as not a number
+            return None
+    except Exception:
+        pass
     for name in ("isoformat", "tolist", "item"):
         method = getattr(value, name, None)
         if callable(method) and not isinstance(value, type):
