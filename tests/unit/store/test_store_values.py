@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringfence.model.errors import InvalidRequest, WrongState
+from ringfence.model.errors import InvalidRequest, NotFound, WrongState
 from ringfence.store import codec
 from ringfence.store.contract import Add, Event, Held, Put, Remove, Row
 from ringfence.store.migrations import migrations, missing
 from ringfence.store.opening import open_store
 from ringfence.store.postgres_sql import changes_as_json
 from ringfence.store.sqlite import SqliteStore
+from ringfence.store.sqlite_work import Work
 from ringfence.store.watching import MISSED, Watchers
 
-TEXT = st.text(st.characters(), max_size=20)  # halves of surrogate pairs and NUL, too
-ANY = st.characters(exclude_categories=())
+ANY = st.characters(exclude_categories=())  # halves of surrogate pairs and NUL, too
 DOCUMENTS = st.dictionaries(
     st.text(ANY, max_size=8),
     st.recursive(
@@ -188,3 +190,49 @@ async def test_two_that_wait_on_one_watcher_are_both_ended() -> None:
     watchers.close()
     async with asyncio.timeout(60):
         assert await asyncio.gather(*waiting) == [None, None]
+
+
+def _plans(work: Work, read: Callable[[], object]) -> list[str]:
+    statements: list[str] = []
+    work.db.set_trace_callback(statements.append)
+    read()
+    work.db.set_trace_callback(None)
+    (statement,) = statements
+    return [line[3] for line in work.db.execute(f"EXPLAIN QUERY PLAN {statement}")]
+
+
+def test_sqlite_reads_by_index(tmp_path: Path) -> None:
+    # What is read all the time must not walk through all rows that ever were.
+    work = Work(str(tmp_path / "store.db"), 1.0)
+    work.prepare()
+    for read, index in {
+        (
+            lambda: work.find("k", "p", [], None, {}, "x", 9, False)
+        ): "rows_by_project (kind=? AND project=? AND id>?)",
+        (
+            lambda: work.find("k", "p", ["a"], None, {}, "x", 9, True)
+        ): "rows_by_project (kind=? AND project=? AND id<?)",
+        (
+            lambda: work.find("k", None, ["a", "b"], None, {}, "", 9, False)
+        ): "rows_by_state (kind=? AND state=?)",
+        (lambda: work.find("k", "p", [], "key", {}, "", 9, False)): "rows_by_key (kind=? AND key=?)",
+        (
+            lambda: work.find("k", None, ["a"], "key", {}, "", 9, False)
+        ): "rows_by_key (kind=? AND key=? AND state=?)",
+        (lambda: work.find("k", None, [], None, {"a": "b"}, "", 9, False)): "(kind=? AND id=?)",
+        (lambda: work.find("k", "p", [], None, {"a": "b"}, "", 9, False)): "labels_by_value",
+        (lambda: work.due("k", 1.0, ["a"], 9)): "rows_by_due (kind=? AND due>? AND due<?)",
+        (lambda: work.count("k", None, ["a"], "key")): "rows_by_key (kind=? AND key=? AND state=?)",
+        (lambda: work.events("p", None, 5, 9)): "events_by_project (project=? AND number>?)",
+        (lambda: work.events("p", "s", 5, 9)): "events_by_subject (subject=? AND number>?)",
+        (lambda: work.get("k", "i")): "rows_1 (kind=? AND id=?)",
+    }.items():
+        lines = _plans(work, lambda read=read: _quietly(read))
+        assert any(index in line for line in lines), (index, lines)
+        assert not any(line.startswith("SCAN") for line in lines), lines
+    work.db.close()
+
+
+def _quietly(read: Callable[[], object]) -> None:
+    with contextlib.suppress(NotFound):
+        read()

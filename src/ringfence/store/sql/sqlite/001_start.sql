@@ -19,7 +19,7 @@ CREATE INDEX rows_by_state ON rows (kind, state, id);
 -- Claims (the oldest of a key and state), names, hashes of keys.
 CREATE INDEX rows_by_key ON rows (kind, key, state, created, id);
 -- Deadlines.
-CREATE INDEX rows_by_due ON rows (kind, due) WHERE due IS NOT NULL;
+CREATE INDEX rows_by_due ON rows (kind, due, id) WHERE due IS NOT NULL;
 
 -- The labels of rows once more, for lists by label.
 CREATE TABLE labels (
