@@ -99,7 +99,8 @@ async def ask(
     given += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     path, _, query = path.partition("?")
     scope = {
-        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query.encode(),
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+        "query_string": query.encode(),
         "headers": given, "scheme": "http", "http_version": "1.1",
     }  # fmt: skip
     left = list(body if body is not None else [b""])
