@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 DESCRIPTION = """\
-Run one command in a sandbox of its own: no network, no host files but /usr, a deadline, and limits on memory,
-CPUs, processes, disk and output. The sandbox and everything in it is gone when the command ends.
+Run one command in a sandbox of its own: no network unless asked for, no host files but /usr, a deadline, and
+limits on memory, CPUs, processes, disk and output. The sandbox and everything in it is gone when the command ends.
 
 Input, output and signals pass through. Ctrl-C interrupts the command, a second Ctrl-C kills the sandbox."""
 
@@ -25,6 +25,7 @@ examples:
   ringfence run -- python3 -c 'print(6 * 7)'
   ringfence run --memory 256M --timeout 30s --file job.py --file data.csv --out report.md -- python3 job.py
   ringfence run --mount .:/src:ro --changes -- sh -c 'cp -r /src/. . && make'
+  ringfence run --allow api.example.com --allow tcp://db.example.com:5432 -- ./agent.py
   generate | ringfence run -- sort | less
   ringfence run -i -- bash
   ringfence run --json -- ./test.sh | jq .cause
