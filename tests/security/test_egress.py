@@ -33,7 +33,7 @@ from support.internet import Internet
 
 RUNTIMES = ("jail", "bubblewrap", "nsjail", "runc", "crun", "gvisor", "docker", "podman", "qemu-microvm")
 MACHINES = ("qemu-microvm", "qemu")
-PAYLOAD = FOLDER / "egress.py"
+PARTS = ("egress.py", "egress_base.py", "egress_more.py")
 RELAY = """
 import socket
 server = socket.create_server(("", 7777))
@@ -96,9 +96,9 @@ def test_controls(internet: Internet) -> None:
     names = [way.name for way in WAYS if not way.control]
     mark = internet.mark()
     done = subprocess.run(
-        internet.command(sys.executable, str(PAYLOAD), "direct", *names),
+        internet.command(sys.executable, str(FOLDER / PARTS[0]), "direct", *names),
         capture_output=True, text=True, check=False, timeout=120,
-        env={**os.environ, "RELAY": internet.relay, "PLACEHOLDER": SECRET},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "RELAY": internet.relay, "PLACEHOLDER": SECRET},
     )  # fmt: skip
     said, seen = words(done.stdout), internet.since(mark)
     wrong = [
@@ -162,9 +162,10 @@ async def test_ways_out(
 async def tried(sandbox: NodeSandbox, names: list[str], **env: str) -> str:
     """The payload's output after trying these ways."""
     link = await sandbox.link()
-    await link.files.write("/workspace/ways.py", PAYLOAD.read_bytes())
+    for name in PARTS:
+        await link.files.write(f"/workspace/{name}", (FOLDER / name).read_bytes())
     seen = bytearray()
-    spec = ProcessSpec(("/usr/bin/python3", "/workspace/ways.py", "inside", *names), env=env)
+    spec = ProcessSpec(("/usr/bin/python3", f"/workspace/{PARTS[0]}", "inside", *names), env=env)
     await sandbox.run(spec, lambda output: seen.extend(output.data))
     return seen.decode(errors="replace")
 

@@ -16,7 +16,8 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 DESCRIPTION = """\
 Run one command in a sandbox of its own: no network unless asked for, no host files but /usr, a deadline, and
-limits on memory, CPUs, processes, disk and output. The sandbox and everything in it is gone when the command ends.
+limits on memory, CPUs, processes, disk and output. The sandbox and everything in it is gone when the command
+ends.
 
 Input, output and signals pass through. Ctrl-C interrupts the command, a second Ctrl-C kills the sandbox."""
 

