@@ -76,7 +76,17 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
     "detach": {"wall": (guarding.Guarded, "destroy"), "unmount": (Volumes, "release")},
     "remove_volume": {"unmount": (Volumes, "release")},
 }
-ROOT_ONLY = {"range", "make_volume", "attach", "import", "detach", "remove_volume", "pause", "resume"}
+ROOT_ONLY = {
+    "range",
+    "freeze",
+    "make_volume",
+    "attach",
+    "import",
+    "detach",
+    "remove_volume",
+    "pause",
+    "resume",
+}
 
 
 def die() -> None:

@@ -113,7 +113,9 @@ async def _build(node: Node, sandbox: NodeSandbox) -> Wall:
         folder.mkdir(0o711)
         folder.chmod(0o711)
         group = node.groups.take(name, specs.group_limits(sandbox.runtime, request), keep=request.keep)
-        _note(sandbox, number, {"handle": None, "group": group.name})
+        # The launcher: where no cgroup tells what is inside, a half-made wall is found below it.
+        launcher = await node.launcher()
+        _note(sandbox, number, {"handle": None, "group": group.name, "launcher": launcher})
         disk = disks.prepare(node.state, folder, request.policy.wall.resources, root=node.root)
         root = node.root_fs(request, disk, folder)
         identity = specs.identity(node, record.get("range"), request.policy.wall.process.user)
@@ -204,6 +206,8 @@ async def end_standby(node: Node, sandbox: NodeSandbox) -> None:
 
 async def bury_left(node: Node, sandbox: NodeSandbox) -> None:
     """Take down walls that a node left, which died before it had done so."""
+    from ringfence.node import sweeping
+
     for number, left in dict(sandbox.journal.record.get("walls") or {}).items():
         handle: Handle | None = None
         with contextlib.suppress(KeyError, TypeError):
@@ -213,6 +217,7 @@ async def bury_left(node: Node, sandbox: NodeSandbox) -> None:
         if handle is not None:
             await _bury(node, sandbox, Wall(int(number), handle, group, sandbox.root))
         else:
+            sweeping.kill_strays(node, left)
             await _undo(node, sandbox, int(number), None, group)
 
 

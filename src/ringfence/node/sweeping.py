@@ -191,7 +191,7 @@ async def _remove_wall(node: Node, name: str, record: dict[str, Any]) -> None:
             if handle is not None and handle.boot_id == node.boot:
                 supervising.kill_process(handle)
             if handle is None:
-                _kill_strays(node, record)
+                kill_strays(node, record)
                 await _forget(node, name, record)
             if handle is not None:
                 with contextlib.suppress(RingfenceError, ImportError):
@@ -220,7 +220,7 @@ async def _wait_removed(group: Group) -> None:
         await asyncio.sleep(0.002)
 
 
-def _kill_strays(node: Node, record: dict[str, Any]) -> None:
+def kill_strays(node: Node, record: dict[str, Any]) -> None:
     """Kill a wall that was started, but whose node died before it could write down the handle.
 
     It lives below the dead node's launcher (which waits for walls that shall outlive their node), and is
@@ -236,8 +236,10 @@ def _kill_strays(node: Node, record: dict[str, Any]) -> None:
     known = set()
     for name in os.listdir(node.state.sandboxes):
         other = read(node.state.sandboxes / name) or {}
-        with contextlib.suppress(KeyError, TypeError):
-            known.add(other["handle"]["pid"])
+        walls = other.get("walls")
+        for wall in (other, *(walls.values() if isinstance(walls, dict) else ())):  # of a reset: standing by
+            with contextlib.suppress(KeyError, TypeError):
+                known.add(wall["handle"]["pid"])
     for pid in supervising.tree(launcher.pid)[1:]:
         if _parent(pid) != launcher.pid:
             continue

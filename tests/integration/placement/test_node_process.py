@@ -23,6 +23,7 @@ from ringfence.node.journal import read
 from ringfence.placement import wire
 from ringfence.placement.contract import Placement
 from ringfence.placement.local import LocalPlacement
+from support.leaks import process
 from support.service_nodes import NodeProcess
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user connects")
@@ -134,7 +135,8 @@ async def test_what_dies_while_no_node_is_there_is_known(node: NodeProcess, plac
     os.kill(record["handle"]["pid"], signal.SIGKILL)
 
     async def gone() -> bool:
-        return not Path(f"/proc/{record['handle']['pid']}/ns/pid").exists()
+        found = process(record["handle"]["pid"])
+        return found is None or found.state in "ZX"
 
     await until(gone, "the agent's death")
     await asyncio.to_thread(node.start)
