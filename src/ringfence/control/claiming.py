@@ -170,7 +170,7 @@ class Claims:
                 counters=list(counters),
             )
             committed()
-            return await self.starting.begin(begun, token, unstored)
+            return await self.core.result(self.starting.begin(begun, token, unstored))
 
         return attempt
 

@@ -162,7 +162,23 @@ class Core:
 
     async def whole(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """The result of work that is finished even if the caller is cancelled."""
-        return await asyncio.shield(self.task(work))
+        return await self.result(self.task(work))
+
+    async def result(self, task: asyncio.Task[_Result]) -> _Result:
+        """The result of a task that others may stop; the caller can be cancelled without stopping it.
+
+        Raises:
+            WrongState: somebody stopped it, e.g. a start by a delete.
+        """
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            asker = asyncio.current_task()
+            if not task.cancelled() or (asker is not None and asker.cancelling()):
+                raise
+            if self.closing:
+                raise StoreUnavailable("the service is stopping", hint="try again") from None
+            raise WrongState("it was stopped meanwhile", hint="see what became of it") from None
 
     async def close(self) -> None:
         """Stop what is under way: the store says what the next process has to finish."""

@@ -157,7 +157,7 @@ class Sandboxes:
         task = self.starting.begin(sandbox, token, unstored)
         if not request.wait:
             return sandbox
-        return await asyncio.shield(task)
+        return await core.result(task)
 
     async def accepted(
         self,
@@ -343,6 +343,8 @@ class Sandboxes:
             policy=changes.get("policy"),
             deadline=changes.get("deadline"),
         )
+        if policy is not None and self.starting.doors is not None:
+            await self.starting.doors.refresh(changed)
         self.links.saw(changed)
         return changed
 

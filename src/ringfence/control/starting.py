@@ -250,7 +250,7 @@ class Starting:
             )
             await self.fail(sandbox, token, error)
             return await self.core.get(sandbox.id)
-        return await self.begin(sandbox, token, None)
+        return await self.core.result(self.begin(sandbox, token, None))
 
 
 def ended_at_once(placed: Placed) -> StartFailed:
