@@ -1,7 +1,9 @@
 """Writes the figures of docs/SPECIFICATION.md from what `ringfence bench --json` printed.
 
-usage: spec_figures.py BENCH.json   keep it as docs/figures.json and rewrite the page
-       spec_figures.py --check      exit 1 if the page is not what docs/figures.json says
+usage: spec_figures.py BENCH.json [MORE.json…]   keep them as docs/figures.json and rewrite the page
+       spec_figures.py --check                   exit 1 if the page is not what docs/figures.json says
+
+More: what other runs on the same machine measured (`ringfence bench --api --json`).
 """
 
 from __future__ import annotations
@@ -73,8 +75,18 @@ def page_with(bench: dict[str, Any]) -> str:
     return before + begin + render(bench) + end + after
 
 
+def together(paths: list[str]) -> dict[str, Any]:
+    """What several runs measured, as one."""
+    first, *others = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    for other in others:
+        for name in ("boundaries", "figures", "promises"):
+            first[name] += other[name]
+        first["absent"] |= other["absent"]
+    return dict(first)
+
+
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
+    if not arguments:
         print(__doc__, file=sys.stderr)
         return 2
     if arguments == ["--check"] and not FIGURES.exists():
@@ -84,16 +96,14 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return int(not honest)
-    source = FIGURES if arguments == ["--check"] else Path(arguments[0])
-    wanted = page_with(json.loads(source.read_text(encoding="utf-8")))
     if arguments == ["--check"]:
-        if wanted != PAGE.read_text(encoding="utf-8"):
+        if page_with(json.loads(FIGURES.read_text(encoding="utf-8"))) != PAGE.read_text(encoding="utf-8"):
             print("docs/SPECIFICATION.md is not what docs/figures.json says", file=sys.stderr)
             return 1
         return 0
-    FIGURES.write_text(
-        json.dumps(json.loads(source.read_text(encoding="utf-8")), indent=1) + "\n", encoding="utf-8"
-    )
+    bench = together(arguments)
+    wanted = page_with(bench)
+    FIGURES.write_text(json.dumps(bench, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(wanted, encoding="utf-8")
     print(f"wrote {FIGURES.relative_to(ROOT)} and the figures of {PAGE.relative_to(ROOT)}")
     return 0

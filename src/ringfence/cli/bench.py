@@ -107,7 +107,8 @@ def configure(parser: Parser) -> None:
     )
     parser.epilog = (
         "examples:\n  ringfence bench --quick\n  ringfence bench --runtime jail --runtime bubblewrap\n"
-        "  ringfence bench --against bwrap,runc,docker --json > figures.json"
+        "  ringfence bench --against bwrap,runc,docker --json > figures.json\n"
+        "  ringfence bench --api --json > api.json"
     )
     parser.add_argument("--runtime", action="append", metavar="NAME", help="may be repeated (default: jail)")
     parser.add_argument(
@@ -116,6 +117,12 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--template", metavar="NAME", help="for runtimes that can't run on the host's own files"
     )
+    parser.add_argument(
+        "--api",
+        action="store_true",
+        help="a service of its own instead: creates, commands, code, files, ports",
+    )
+    parser.add_argument("--store", metavar="URL", help="with --api: keep its state there (postgresql://…)")
     parser.add_argument("--quick", action="store_true", help="fewer samples: seconds instead of minutes")
     parser.add_argument(
         "--only",
@@ -128,6 +135,10 @@ def configure(parser: Parser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and print."""
+    if options.api:
+        from ringfence.cli import bench_api
+
+        return bench_api.run(options)
     names = [name for name in options.against.split(",") if name]
     for name in names:
         if name not in REFERENCES:

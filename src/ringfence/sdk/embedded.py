@@ -43,6 +43,7 @@ START_TIME = 120.0  # seconds until it must serve: a machine under load takes it
 END_TIME = 30.0  # seconds that our process waits for the keeper at its own end
 CLEAR_TIME = 60.0  # seconds for destroying what is left
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_SOCKETS, _SHORT = "ringfence-", "/tmp"  # noqa: S108 - mkdtemp makes them, for us alone
 _LONGEST_SOCKET = 100  # bytes of a unix socket's path
 
 _lock = threading.Lock()
@@ -230,6 +231,10 @@ def _bury(state: Path, name: str) -> None:
         node.terminate()
         node.wait()
     if gone:
+        with contextlib.suppress(OSError):
+            place = (folder / "elsewhere").read_text()
+            if place.startswith(f"{_SHORT}/{_SOCKETS}") and "/" not in place[5:]:
+                shutil.rmtree(place, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -243,8 +248,7 @@ class _Served:
 
 
 def _serve(state: Path, name: str) -> _Served:
-    base = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 40 else "/tmp"  # noqa: S108
-    folder = tempfile.mkdtemp(prefix="ringfence-", dir=base)
+    folder = _socket_folder(state, name)
     command = [
         sys.executable, "-m", "ringfence", "serve", "--json", "--no-tcp", "--uds", f"{folder}/api.sock",
         "--service", name, "--state", str(state),
@@ -278,6 +282,20 @@ def _serve(state: Path, name: str) -> _Served:
     finally:
         log.close()
     return _Served(process, folder, {"url": told["url"], "key": told["key"]})
+
+
+def _socket_folder(state: Path, name: str) -> str:
+    """Where the API's socket and the log lie: in the service's folder, unless its name is too long."""
+    from ringfence.placement.graves import service_folder
+
+    own = service_folder(state, name)
+    folder = own / "embedded"
+    if len(os.fsencode(folder)) < _LONGEST_SOCKET - len("/api.sock"):
+        folder.mkdir(mode=0o700)
+        return str(folder)
+    made = tempfile.mkdtemp(prefix=_SOCKETS, dir=_SHORT)
+    (own / "elsewhere").write_text(made)  # so that the next keeper finds it if we are killed
+    return made
 
 
 def _die_with(keeper: int) -> None:

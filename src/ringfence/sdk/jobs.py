@@ -23,8 +23,8 @@ class AsyncJob:
     """One job. It goes on when this process ends; :meth:`get` finds it again.
 
     >>> job = await AsyncJob.run("echo 42 > answer", outputs=["answer"])
-    >>> print((await job.wait())["state"])
-    succeeded
+    >>> print((await job.wait())["state"], await job.output("answer"))
+    succeeded b'42\\n'
     """
 
     def __init__(self, service: AsyncService | None, value: Mapping[str, Any]) -> None:
@@ -46,6 +46,7 @@ class AsyncJob:
         labels: Mapping[str, str] | None = None,
         deadline: float | str | None = None,
         retries: int | None = None,
+        backoff: float | None = None,
         priority: int | None = None,
         ttl: float | str | None = None,
         service: AsyncService | None = None,
@@ -58,7 +59,8 @@ class AsyncJob:
             template, policy, size, env, volumes: of the sandbox that each attempt gets.
             files: path inside → content.
             outputs: paths inside that are kept when it ends.
-            deadline: seconds (or ``"2h"``) for all attempts together. ``retries``: attempts after the first.
+            deadline: seconds (or ``"2h"``) for all attempts together.
+            retries: attempts after the first; ``backoff``: seconds before the second, doubled each time.
             priority: higher ones come first. ``ttl``: seconds that it is kept after its end.
             more: further fields of ``POST /v1/jobs``.
         """
@@ -66,7 +68,7 @@ class AsyncJob:
             template=template, policy=wire.policy(policy), size=size, env=dict(env) if env else None,
             files=wire.contents(files) if files else None, volumes=wire.volumes(volumes),
             outputs=[*outputs] or None, labels=dict(labels) if labels else None, deadline=deadline,
-            retries=retries, priority=priority, ttl=ttl, **more,
+            backoff=backoff, retries=retries, priority=priority, ttl=ttl, **more,
         )  # fmt: skip
         body |= wire.command(command, env=None, cwd=None, timeout=None, root=False)
         return cls(service, await services.ask(service, "POST", "/v1/jobs", json=body, key=str(uuid.uuid4())))
@@ -126,6 +128,23 @@ class AsyncJob:
                     yield piece
         finally:
             await held.release()
+
+    async def output(self, name: str) -> bytes:
+        """An output that was kept, by its path or digest; a folder comes as a tar. Hostile bytes."""
+        data = bytearray()
+        held = services.of(self._service)
+        try:
+            path = f"{self._path}/artifacts/{wire.segment(name, 'output')}"
+            async with (await held.transport()).stream("GET", path) as response:
+                async for piece in response.aiter_raw(CHUNK):
+                    data += piece
+        finally:
+            await held.release()
+        return bytes(data)
+
+    async def delete(self) -> None:
+        """Forget it, with all that it left; it must have ended."""
+        await services.ask(self._service, "DELETE", self._path)
 
     async def cancel(self) -> Mapping[str, Any]:
         """End it. Idempotent."""

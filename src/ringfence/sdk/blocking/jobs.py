@@ -18,8 +18,8 @@ class Job(Facade):
     """One job. It goes on when this process ends; :meth:`get` finds it again.
 
     >>> job = Job.run("echo 42 > answer", outputs=["answer"])
-    >>> print(job.wait()["state"])
-    succeeded
+    >>> print(job.wait()["state"], job.output("answer"))
+    succeeded b'42\\n'
     """
 
     _async: AsyncJob
@@ -39,6 +39,7 @@ class Job(Facade):
         labels: Mapping[str, str] | None = None,
         deadline: float | str | None = None,
         retries: int | None = None,
+        backoff: float | None = None,
         priority: int | None = None,
         ttl: float | str | None = None,
         service: Service | None = None,
@@ -51,7 +52,8 @@ class Job(Facade):
             template, policy, size, env, volumes: of the sandbox that each attempt gets.
             files: path inside → content.
             outputs: paths inside that are kept when it ends.
-            deadline: seconds (or ``"2h"``) for all attempts together. ``retries``: attempts after the first.
+            deadline: seconds (or ``"2h"``) for all attempts together.
+            retries: attempts after the first; ``backoff``: seconds before the second, doubled each time.
             priority: higher ones come first. ``ttl``: seconds that it is kept after its end.
             more: further fields of ``POST /v1/jobs``.
         """
@@ -69,6 +71,7 @@ class Job(Facade):
                     labels=labels,
                     deadline=deadline,
                     retries=retries,
+                    backoff=backoff,
                     priority=priority,
                     ttl=ttl,
                     service=_plain(service),
@@ -117,6 +120,14 @@ class Job(Facade):
     def logs(self) -> Iterator[bytes]:
         """What it printed, piece by piece."""
         return BACKGROUND.iterate(self._async.logs())
+
+    def output(self, name: str) -> bytes:
+        """An output that was kept, by its path or digest; a folder comes as a tar. Hostile bytes."""
+        return BACKGROUND.run(self._async.output(name))
+
+    def delete(self) -> None:
+        """Forget it, with all that it left; it must have ended."""
+        BACKGROUND.run(self._async.delete())
 
     def cancel(self) -> Mapping[str, Any]:
         """End it. Idempotent."""
