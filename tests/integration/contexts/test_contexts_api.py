@@ -120,3 +120,11 @@ def test_output_counts(service: Serving) -> None:
     assert service.http.post(f"{base}/c/run", json={"code": "1"}).json()["status"] == "ok"
     ran = service.http.post(f"{base}/c/run", json={"code": "print('x' * 300_000)"}).json()
     assert ran["status"] == "ended" and len(ran["stdout"]) <= 100 * 1024, ran["error"]
+
+
+def test_code_that_leaves_nothing_behind(service: Serving, base: str) -> None:
+    path = base.removesuffix("/contexts") + "/code"
+    for _ in range(2):
+        ran = service.http.post(path, json={"code": "x = globals().get('x', 0) + 1\nx"})
+        assert ran.status_code == 200 and ran.json()["results"][0]["text"] == "1"
+    assert service.http.post(path, json={"code": "echo hi", "language": "bash"}).json()["stdout"] == "hi\n"

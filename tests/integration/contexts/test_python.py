@@ -295,3 +295,26 @@ async def test_a_fresh_call_finds_everything_and_changes_nothing(contexts: Conte
     await contexts.create("bash", id="b")
     with pytest.raises(Unsupported):
         await contexts.run("b", "true", fresh=True)
+
+
+async def test_code_that_leaves_nothing_behind(contexts: Contexts) -> None:
+    assert (await contexts.once("x = 1\nx + 41")).text == "42"
+    await contexts.run("zygote", "import json")  # what later calls find
+    assert (await contexts.once("json.dumps([1]), 'x' in globals()")).text == "('[1]', False)"
+    assert (await contexts.once("y=2; echo $y", "bash")).stdout == "2\n"
+    assert [each.id for each in await contexts.list()] == ["zygote"]
+
+
+async def test_many_begin_with_a_context_that_is_being_made(contexts: Contexts, sandbox: NodeSandbox) -> None:
+    async with await sandbox.new_link() as other:
+        rans = await asyncio.gather(*(Contexts(other).once(f"{n}") for n in range(3)), contexts.once("3"))
+        assert [ran.text for ran in rans] == ["0", "1", "2", "3"]
+        made = asyncio.ensure_future(contexts.create(id="a"))
+        while True:
+            try:
+                ran = await Contexts(other).run("a", "'early'")
+                break
+            except NotFound:
+                await asyncio.sleep(0)
+        assert ran.text == "'early'"
+        await made

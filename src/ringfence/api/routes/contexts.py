@@ -52,6 +52,15 @@ class Run(Body):
     )
 
 
+class Once(Body):
+    """Code that leaves nothing behind."""
+
+    code: Annotated[str, Field(max_length=4 * 1024 * 1024)]
+    language: Annotated[str, Field(max_length=32)] = "python"
+    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+    env: Env = Field(default_factory=dict)
+
+
 class ResumeQuery(Query):
     """Where to go on: the id of the last event that was seen (or `Last-Event-ID`)."""
 
@@ -89,7 +98,9 @@ class CodeResult(Shown):
 
 
 async def _contexts(call: Call) -> Contexts:
-    return Contexts(await call.control.link(call.principal, call.sandbox))
+    made = Contexts(await call.control.link(call.principal, call.sandbox))
+    made.admit = call.service.commands.meter(call.sandbox).take
+    return made
 
 
 @routes.post(_BASE, body=CreateContext, answer=ContextShown, status=201, creates=True)
@@ -136,14 +147,29 @@ async def interrupt(call: Call) -> None:
 async def run(call: Call, body: Run) -> dict[str, Any]:
     """Run code to its end. Calls of one context wait for one another."""
     contexts = await _contexts(call)
-    meter = call.service.commands.meter(call.sandbox)
     async with call.control.using(call.sandbox, call.principal.project):
         made = await contexts.execute(
             call.params["context"], body.code, timeout=body.timeout, env=body.env, fresh=body.fresh
         )
         async with made:
-            made.admit = meter.take
             ran = await made.collect(call.service.settings.most_output)
+    return ran.as_dict()
+
+
+@routes.post("/v1/sandboxes/{sandbox}/code", body=Once, answer=CodeResult)
+async def once(call: Call, body: Once) -> dict[str, Any]:
+    """Run code that leaves nothing behind: Python in a fork of the sandbox's warm `zygote` context, others in
+    a context that ends with the call.
+    """
+    contexts = await _contexts(call)
+    async with call.control.using(call.sandbox, call.principal.project):
+        ran = await contexts.once(
+            body.code,
+            body.language,
+            limit=call.service.settings.most_output,
+            timeout=body.timeout,
+            env=body.env,
+        )
     return ran.as_dict()
 
 
@@ -173,7 +199,6 @@ async def resume(call: Call, query: ResumeQuery) -> Answer:
 
 
 async def _events(call: Call, made: CodeCall) -> AsyncIterator[bytes]:
-    made.admit = call.service.commands.meter(call.sandbox).take
     try:
         async with call.control.using(call.sandbox, call.principal.project):
             yield event("started", {"call": made.id, "context": made.context}, id=_id(made.place))

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from ringfence.guest.contexts.calls import Call
@@ -35,7 +35,7 @@ from ringfence.model.values import dataclass
 RING: Final = 1024 * 1024  # bytes of output a context that may wait for a reader
 MOST_CONTEXTS: Final = 32  # that run at once in a sandbox
 START_TIME: Final = 60.0  # seconds for a kernel to say that it is ready: an emulated machine takes its time
-DEFAULT: Final = "default"
+ZYGOTE: Final = "zygote"
 _PREFIX: Final = "ctx."
 _NO_PROGRAM: Final = 127  # what a shell says
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
@@ -65,6 +65,8 @@ class Contexts:
 
     def __init__(self, link: GuestLink) -> None:
         self._link = link
+        # Asked before output is passed on: how many of so many bytes may be.
+        self.admit: Callable[[int], Awaitable[int]] | None = None
 
     async def create(
         self,
@@ -206,8 +208,12 @@ class Contexts:
         name = secrets.token_hex(12) if call is None else _check(call)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         kind, process = await self._attach(_check(id), FROM_NOW, FROM_NOW)
-        made = Call(name, id, process, kind.reader(name, False), Place(*process.offsets), deadline)
         try:
+            if process.offsets[0] == 0:  # it was made a moment ago, and is still reading its kernel
+                async with asyncio.timeout(START_TIME):
+                    await _until_ready(kind, process)
+            made = Call(name, id, process, kind.reader(name, False), Place(*process.offsets), deadline)
+            made.admit = self.admit
             if fresh and not kind.forks:
                 raise Unsupported(
                     f"{kind.name} contexts can't fork",
@@ -220,10 +226,40 @@ class Contexts:
             if error.errno != errno.EPIPE:
                 raise
             raise NotFound(f"context {id} has ended", hint="restart it") from None
+        except TimeoutError:
+            await process.close()
+            raise DeadlineExceeded(f"context {id} does not get ready", hint="restart it") from None
         except BaseException:
             await process.close()
             raise
         return made
+
+    async def once(
+        self, code: str, language: str = "python", *, limit: int = 10 * 1024 * 1024, **options: Any
+    ) -> Ran:
+        """Run code that leaves nothing behind, with options as for :meth:`execute`.
+
+        Python runs in a fork of the sandbox's *zygote*, a context (``zygote``) that is started with
+        the first call and stays warm: :meth:`run` imports in it what all later calls are to find. Others run
+        in a new context that ends with the call.
+        """
+        kind = _language(language)
+        if not kind.forks:
+            made = await self.create(kind.name)
+            try:
+                return await self.run(made.id, code, limit=limit, **options)
+            finally:
+                with contextlib.suppress(NotFound):
+                    await self.close(made.id)
+        for attempt in (1, 2):
+            try:
+                return await self.run(ZYGOTE, code, limit=limit, fresh=True, **options)
+            except NotFound:
+                if attempt == 2:
+                    raise
+                with contextlib.suppress(Conflict):  # somebody else was faster
+                    await self.create(kind.name, id=ZYGOTE)
+        raise AssertionError("unreachable")
 
     async def run(self, id: str, code: str, *, limit: int = 10 * 1024 * 1024, **options: Any) -> Ran:
         """Call a context and collect everything; options as for :meth:`execute`."""
@@ -248,7 +284,9 @@ class Contexts:
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         place = Place() if place is None else place
         kind, process = await self._attach(_check(id), place.stdout, place.stderr)
-        return Call(_check(call), id, process, kind.reader(call, place.begun), place, deadline)
+        made = Call(_check(call), id, process, kind.reader(call, place.begun), place, deadline)
+        made.admit = self.admit
+        return made
 
     async def interrupt(self, id: str) -> None:
         """Interrupt what runs in it, as Ctrl-C does; the context lives on.
@@ -329,6 +367,15 @@ async def _ready(kind: Language, process: GuestProcess) -> None:
     """Send the kernel in, and return when it has said that it is ready."""
     with contextlib.suppress(GuestRefused):  # it has ended: why comes next
         await process.write(kind.source())
+    await _until_ready(kind, process)
+
+
+async def _until_ready(kind: Language, process: GuestProcess) -> None:
+    """Return when the kernel has said that it is ready.
+
+    Raises:
+        Unsupported: it ended before.
+    """
     reader = kind.reader("-", False)
     said = bytearray()
     async for stream, offset, data in process:
