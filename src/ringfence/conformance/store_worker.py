@@ -75,7 +75,7 @@ async def fences(store: Store, who: str, times: str) -> int:
     """Add one to a row's number without comparing, but only under a lease; returns how often."""
     done = 0
     while done < int(times):
-        if not await store.lease("fence", who, 30):
+        if not await store.lease("fence", who, 300):
             await asyncio.sleep(0.001)
             continue
         row = await store.get("thing", "fenced")

@@ -211,7 +211,11 @@ async def test_connections_are_bounded_and_given_back(own_server: PostgresServer
     assert 100 <= await store.counter("c") <= 120
     ours = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'ringfence'"
     with psycopg.connect(own_server.url, autocommit=True) as other:
-        assert other.execute(ours).fetchone() in [(n,) for n in range(1, 5)]  # three, and who listens
+        async with asyncio.timeout(
+            PATIENCE
+        ):  # three, and who listens; those of the cancelled may still leave
+            while other.execute(ours).fetchone()[0] > 4:  # type: ignore[index]
+                await asyncio.sleep(0.01)
         await store.close()
         async with asyncio.timeout(PATIENCE):
             while other.execute(ours).fetchone() != (0,):

@@ -23,7 +23,7 @@ from ringfence.store.sqlite import SqliteStore
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
-    opened = await SqliteStore.open(str(tmp_path / "store.db"), busy=0.2)
+    opened = await SqliteStore.open(str(tmp_path / "store.db"), busy=1.0)
     yield opened
     await opened.close()
 
