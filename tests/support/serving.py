@@ -103,7 +103,9 @@ class Serving:
     def client(self, key: str = "", **options: Any) -> httpx.Client:
         """A client with a key."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        made = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE, trust_env=False, **options)
+        # Without TLS nobody needs the authorities, whose loading takes longer than a request.
+        options = {"verify": False, "timeout": PATIENCE, "trust_env": False, **options}
+        made = httpx.Client(base_url=self.url, headers=headers, **options)
         self._clients.append(made)
         return made
 

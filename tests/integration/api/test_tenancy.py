@@ -70,6 +70,7 @@ class World:
             "port": PORT,
             "rest": "x",
             "call": "call-1",
+            "artifact": "out",
             "secret": "s",
             "question": "ask-1",
         }
@@ -145,7 +146,14 @@ def ask(world: World, route: Route, names: dict[str, str], key: str) -> tuple[in
 def filled(route: Route) -> dict[str, Any]:
     """A body with something in every field that must be there."""
     schema = route.body.model_json_schema()
-    values = {"integer": 1, "number": 1.0, "array": [], "object": {}, "string": f"n{uuid.uuid4().hex[:8]}"}
+    values = {
+        "boolean": False,
+        "integer": 1,
+        "number": 1.0,
+        "array": [],
+        "object": {},
+        "string": f"n{uuid.uuid4().hex[:8]}",
+    }
     shapes = schema.get("properties", {})
     return {name: values[shapes[name].get("type", "string")] for name in schema.get("required", ())}
 
