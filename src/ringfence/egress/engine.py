@@ -158,7 +158,9 @@ class Engine:
         if decision.allowed and door.network.record == "none":
             return
         line = {key: value for key, value in line.items() if value is not None and value != ""}
-        line = self.redactor.values(line, door.patterns)
+        # In most lines there is nothing to find; what JSON would have escaped is looked for in each value.
+        if door.patterns or self.redactor.finds("\0".join(map(str, line.values()))):
+            line = self.redactor.values(line, door.patterns)
         self.log.write(line)
         if not decision.allowed:
             self.emit({"event": "egress.denied", **line})

@@ -59,7 +59,7 @@ class Front(Protocol):
         ...
 
     async def ready(self) -> bytes | None:
-        """The whole body, if it is small and there already."""
+        """The whole body, if it is known to be small."""
         ...
 
     async def start(self, response: ResponseHead) -> None:
@@ -132,8 +132,11 @@ class Exchange:
         status: int | None = None
         error: Refused | Unreachable | None = None
         try:
-            async with asyncio.timeout(self.door.network.total_timeout):
+            if self.door.network.total_timeout is None:
                 status = await self._run(request)
+            else:
+                async with asyncio.timeout(self.door.network.total_timeout):
+                    status = await self._run(request)
         except Refused as refusal:
             error, status = refusal, refusal.status
             raise
@@ -346,24 +349,22 @@ class Exchange:
         ended = False
         try:
             await front.start(response)
-            pieces = upstream.body(response)
-            while True:
-                async with asyncio.timeout(self.door.network.idle_timeout):
-                    try:
-                        data = await anext(pieces)
-                    except StopAsyncIteration:
-                        break
-                if bucket is not None:
-                    await bucket.take(len(data))
-                flow.back(len(data))
-                if self._secrets:
-                    data = starring.feed(data)
-                if counts:
-                    tail = (tail + data)[-_TAIL:]
-                if self.taking is not None:
-                    self.taking.received(data)
-                if data:
-                    await front.piece(data)
+            idle = self.door.network.idle_timeout
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(idle) as patience:
+                async for data in upstream.body(response):
+                    if bucket is not None:
+                        await bucket.take(len(data))
+                    flow.back(len(data))
+                    if self._secrets:
+                        data = starring.feed(data)
+                    if counts:
+                        tail = (tail + data)[-_TAIL:]
+                    if self.taking is not None:
+                        self.taking.received(data)
+                    if data:
+                        await front.piece(data)
+                    patience.reschedule(loop.time() + idle)
             if rest := starring.end():
                 await front.piece(rest)
                 tail += rest

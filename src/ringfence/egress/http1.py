@@ -112,6 +112,11 @@ class Reader:
         return data
 
     @property
+    def has_head(self) -> bool:
+        """Whether a whole head is there, so that :meth:`head` does not wait."""
+        return b"\r\n\r\n" in self._held
+
+    @property
     def held(self) -> int:
         """Bytes that were read but not used yet."""
         return len(self._held)

@@ -22,7 +22,7 @@ from ringfence.egress.http1 import HOP, BadMessage, Headers, Incomplete, Respons
 from ringfence.egress.names import Host
 from ringfence.egress.outward import Upstream
 from ringfence.egress.policy import BadPath, normal_path
-from ringfence.egress.proxying import split_authority
+from ringfence.egress.proxying import SMALL, split_authority
 from ringfence.egress.streams import BROKEN, TlsStream
 from ringfence.egress.upstream import Unreachable
 
@@ -132,6 +132,7 @@ class H2Requests:
             except Refused as error:
                 flow.record(error.decision, status=error.status)
                 raise
+            front.length = request.length
             await Exchange(flow, front, self.door.pool).run(request)
         except (Refused, Unreachable) as error:
             if front.begun:
@@ -218,6 +219,7 @@ class H2Front:
         self.task: asyncio.Task[None] | None = None
         self.speaks_h2 = True
         self.begun = False
+        self.length = -1
         self.opened = asyncio.Event()
         self._requests = requests
         self._queue: asyncio.Queue[tuple[bytes, int]] = asyncio.Queue()
@@ -255,7 +257,9 @@ class H2Front:
 
     async def ready(self) -> bytes | None:
         """See ``Front``."""
-        return None
+        if not 0 < self.length <= SMALL:
+            return None
+        return b"".join([data async for data in self.pieces()])
 
     async def start(self, response: ResponseHead) -> None:
         """See ``Front``."""

@@ -20,6 +20,10 @@ class ConnectionLog:
         self.path = path
         self._rotate = rotate
         self._descriptor = -1
+        self._lines = 0
+        self._often = (
+            64 if rotate >= _ROTATE // 8 else 1
+        )  # others write to the file too, so its size is asked for
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one object. It is with the operating system when this returns: our own end loses nothing."""
@@ -27,7 +31,10 @@ class ConnectionLog:
         if len(data) > _MOST_LINE:
             short = {key: value for key, value in line.items() if len(str(value)) < 1024}
             data = json.dumps(short | {"cut": True}, separators=(",", ":")).encode() + b"\n"
-        if self._descriptor < 0 or os.fstat(self._descriptor).st_size > self._rotate:
+        self._lines += 1
+        if self._descriptor < 0 or (
+            self._lines % self._often == 0 and os.fstat(self._descriptor).st_size > self._rotate
+        ):
             self._open()
         os.write(self._descriptor, data)
 

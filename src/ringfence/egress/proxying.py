@@ -22,7 +22,7 @@ from ringfence.egress.relay import relay
 from ringfence.egress.streams import BROKEN, Rewound
 from ringfence.egress.upstream import Unreachable
 
-_SMALL = 64 * 1024  # bytes of a body that goes out together with its head
+SMALL = 64 * 1024  # bytes of a body that is read before its request goes out
 _HEAD_PATIENCE = 30.0  # seconds that a begun head may take
 
 
@@ -63,6 +63,8 @@ class Requests:
                 async with asyncio.timeout(idle):
                     if not await self.reader.more():
                         return None
+            if self.reader.has_head:  # came in one piece
+                return http1.parse_request(await self.reader.head())
             async with asyncio.timeout(_HEAD_PATIENCE):
                 return http1.parse_request(await self.reader.head())
         except TimeoutError:
@@ -186,11 +188,13 @@ class _Front:
 
     async def ready(self) -> bytes | None:
         """See ``Front``."""
-        reader, length = self._requests.reader, self._head.length
-        if self._head.expects or not 0 < length <= _SMALL or reader.held < length:
+        if not 0 < self._head.length <= SMALL:
             return None
-        self.asked = self.read = True
-        return await reader.exactly(length)
+        reader = self._requests.reader
+        if reader.held >= self._head.length and not self._head.expects:
+            self.asked = self.read = True
+            return await reader.exactly(self._head.length)
+        return b"".join([data async for data in self.pieces()])
 
     async def start(self, response: ResponseHead) -> None:
         """The head waits for the first piece: both go out in one."""

@@ -57,6 +57,14 @@ class Redactor:
             text = pattern.sub(MARK, text)
         return text
 
+    def finds(self, text: str, patterns: Iterable[re.Pattern[str]] = ()) -> bool:
+        """Whether there is anything to take out of a text, or what it was made of."""
+        return (
+            (self._pattern is not None and self._pattern.search(text) is not None)
+            or "rfsecret0" in text.lower()
+            or any(pattern.search(text) for pattern in patterns)
+        )
+
     def target(self, target: str, patterns: Iterable[re.Pattern[str]] = ()) -> str:
         """A URL's path and query without them, and without what looks like a credential in the query."""
         return self.text(_QUERY.sub(r"\1" + MARK, target), patterns)
@@ -72,6 +80,8 @@ class Redactor:
         """A JSON-able value without them."""
         if isinstance(value, str):
             return self.text(value, patterns)
+        if isinstance(value, int | float) or value is None:
+            return value
         if isinstance(value, dict):
             return {key: self.values(part, patterns) for key, part in value.items()}
         if isinstance(value, list | tuple):
