@@ -100,6 +100,8 @@ class Runner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Event] = {}
         self._wake = asyncio.Event()
+        self._served: dict[str, int] = {}  # project: its last turn
+        self._turn = 0
         jobs.urge = self._wake.set
         jobs.stop = self._stop
 
@@ -154,6 +156,8 @@ class Runner:
 
     async def _next(self, running: list[Row], files: JobFiles) -> None:
         """Start what may start: the project with the fewest running first, in it by priority, then age."""
+        if len(self._served) > _LOOK:
+            self._served.clear()
         room = self.at_once - len(self._running)
         if room <= 0:
             return
@@ -167,9 +171,12 @@ class Runner:
         ready = [row for row in waiting if (row.due or 0) <= now < float(row.document["deadline"])]
         ready.sort(key=lambda row: (-int(row.document["priority"]), row.id))
         while ready and room > 0:
-            row = min(ready, key=lambda each: busy[each.project])  # stable: the first of that project
+            # Stable: the first of that project. Of those with as many running, whose turn is longest ago.
+            row = min(ready, key=lambda each: (busy[each.project], self._served.get(each.project, 0)))
             ready.remove(row)
             busy[row.project] += 1
+            self._turn += 1
+            self._served[row.project] = self._turn
             if await self._take(row):
                 room -= 1
 
