@@ -109,7 +109,7 @@ def slow_readers():
 
 def flood():
     held = []
-    for _ in range(700 if now.inside else 0):
+    for _ in range(320 if now.inside else 0):
         try:
             sock = socket.create_connection(("127.0.0.1", HTTP), 2)
             sock.sendall(b"CONNECT api.example.test:443 HTTP/1.1\r\nHost: api.example.test:443\r\n\r\n")

@@ -190,5 +190,5 @@ WAYS = (
     _pass("oversized-headers", "two megabytes of headers: the door serves on"),
     _pass("slow-requests", "60 requests that never end: the door serves on"),
     _pass("slow-readers", "8 answers that nobody reads: the door serves on"),
-    _pass("flood", "700 connections at once: the door serves on"),
+    _pass("flood", "320 connections at once, more than a policy lets in: the door serves on"),
 )
