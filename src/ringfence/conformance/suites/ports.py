@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 
 import pytest
 
-from ringfence.conformance.harness import Kit, RuntimeSuite, finish, read_until
-from ringfence.conformance.plugin import needs
+from ringfence.conformance.harness import Kit, RuntimeSuite, finish, read_until, request_for
+from ringfence.conformance.plugin import LISTED, needs
+from ringfence.guest import doors
 from ringfence.guest.link import GuestLink
 from ringfence.guest.ports import GuestStream
 from ringfence.guest.processes import GuestProcess, ProcessSpec
 from ringfence.model.errors import GuestRefused
 
+DOOR = """
+import os, socket
+from urllib.parse import urlsplit
+names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+names.settimeout(60)
+names.sendto(b"name?", ("127.0.0.1", 53))
+address = names.recv(100).decode()
+port = urlsplit(os.environ["https_proxy"]).port
+proxy = socket.create_connection(("127.0.0.1", port), 60)
+proxy.sendall(b"proxied")
+proxy.close()
+try:
+    caught = socket.create_connection((address, 443), 60)
+    caught.sendall(b"caught")
+    caught.close()
+    print(True)
+except OSError:
+    print(False)
+print("bundle" if b"CERTIFICATE" in open(os.environ["SSL_CERT_FILE"], "rb").read() else "none", port)
+"""
 SERVER = """
 import socket, sys
 family = socket.AF_INET6 if sys.argv[1] == "::1" else socket.AF_INET
@@ -120,3 +142,35 @@ class PortSuite(RuntimeSuite):
         else:
             raise AssertionError("the port still listens")
         assert error.errno == errno.ECONNREFUSED
+
+    @needs("programs")
+    async def test_the_door_of_network_mode_egress(self, kit: Kit) -> None:
+        """Everything that a door offers listens inside; what ignores it is caught, or reaches nothing."""
+        if "egress" not in kit.capabilities.network:
+            pytest.skip(f"{LISTED}no network mode egress")
+        request = request_for(kit.name)
+        network = replace(request.policy.door.network, mode="egress")
+        sandbox = await kit.node.create(replace(request, policy=request.policy.with_door(network=network)))
+        kit.sandboxes.append(sandbox)
+        kit.ids.add(sandbox.id)
+        assert (await sandbox.boundary()).network == "egress"
+        link = await kit.link(sandbox)
+        ports = await doors.open_ports(link)
+        await doors.place_bundle(link, b"-----BEGIN CERTIFICATE-----\n")
+        process = await link.start(ProcessSpec(("/usr/bin/python3", "-I", "-S", "-c", DOOR)))
+        names = ports.names_udp[-1 if not kit.capabilities.transparent else 0]
+        question = await names.receive()
+        assert question.data == b"name?"
+        await names.answer(question.number, b"198.18.0.9")
+        stream = await ports.http.accept()
+        assert await everything(stream) == b"proxied"
+        await stream.close()
+        if kit.capabilities.transparent:
+            stream = await ports.caught.accept()
+            assert stream.peer is not None
+            assert stream.peer.destination == ("198.18.0.9", 443)
+            assert await everything(stream) == b"caught"
+            await stream.close()
+        done = await finish(process)
+        caught = "True" if kit.capabilities.transparent else "False"
+        assert done.text.split() == [caught, "bundle", str(doors.HTTP_PORT)], (done.text, done.stderr)
