@@ -18,7 +18,7 @@ What sandboxes with network mode egress did at their door, what waits for somebo
 
 EPILOG = """\
 examples:
-  ringfence egress log --denied
+  ringfence egress log --denied    # every verb has --help, and --json
   ringfence egress pending
   ringfence egress allow ask-06h2k1tywwgvxb4ybktb --remember
   ringfence egress learn --sandbox sb-06h2k1tywwgvxb4ybktb > policy.yaml"""
@@ -92,7 +92,7 @@ def _log(options: argparse.Namespace) -> int:
         (
             _clock(line.get("at", 0)),
             safe(str(line.get("sandbox", ""))),
-            safe(str(line.get("decision", ""))) + (f" ({safe(str(line['status']))})" if "status" in line else ""),
+            safe(str(line.get("decision", ""))) + (f" ({safe(str(line['status']))})" if "status" in line else ""),  # noqa: E501
             safe(f"{line.get('method', line.get('via', ''))} {line.get('host', '?')}:{line.get('port', '?')}"
                  f"{line.get('path', '')}")[:90],
             f"{line.get('sent', 0)}/{line.get('received', 0)}",
@@ -105,6 +105,7 @@ def _log(options: argparse.Namespace) -> int:
 
 
 def _har(options: argparse.Namespace) -> int:
+    from ringfence import __version__
     from ringfence.egress.recording import Records, har
     from ringfence.egress.redaction import Redactor
 
@@ -116,7 +117,7 @@ def _har(options: argparse.Namespace) -> int:
             f"nothing was recorded of sandbox {options.sandbox}",
             hint="policies with network.record: headers or bodies record requests that are inspected",
         )
-    print_json(har(_selected(options, entries)))
+    print_json(har(_selected(options, entries), __version__))
     return 0
 
 

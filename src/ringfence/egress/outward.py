@@ -17,7 +17,7 @@ from ringfence.egress.upstream import Unreachable
 if TYPE_CHECKING:
     from ringfence.egress.door import Door, Grant
 
-_MOST_IDLE = 8  # connections that a door keeps for its next requests
+_MOST_IDLE = 32  # connections that a door keeps for its next requests
 _IDLE = 20.0  # seconds that it keeps them
 _SMALL = 64 * 1024
 

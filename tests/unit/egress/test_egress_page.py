@@ -1,0 +1,36 @@
+"""The policies on the page are policies."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ringfence.egress.policy import Rules
+from ringfence.model import policies
+
+PAGE = (Path(__file__).parents[3] / "docs" / "egress.md").read_text()
+BLOCKS = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S) if block.startswith("apiVersion")]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_policy_on_the_page_loads_and_comes_back(block: str) -> None:
+    policy = policies.load(block)
+    assert policies.from_dict(policies.to_dict(policy)) == policy
+    network = policy.door.network
+    assert policies.network_from_dict(policies.network_to_dict(network)) == network
+    Rules(network)
+
+
+def test_there_is_one_for_each_case() -> None:
+    assert {policies.load(block).name for block in BLOCKS} == {
+        "model-api", "packages", "git-read", "database", "guarded-model",
+    }  # fmt: skip
+
+
+def test_ways_to_inject_on_the_page_are_all_of_them() -> None:
+    from ringfence.model.policy_network_checks import INJECTIONS
+
+    table = PAGE[PAGE.index("| `inject` |") :].partition("\n\n")[0]
+    assert set(re.findall(r"`\{(\w+):", table)) == set(INJECTIONS)
