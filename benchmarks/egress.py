@@ -6,6 +6,7 @@ Everything runs on loopback: a real agent in a network namespace of its own, a r
 clients in processes of their own. Figures of one run stand beside each other; those of two runs do not.
 """
 
+# ruff: noqa: ASYNC220, ASYNC221, ASYNC240, ASYNC251
 from __future__ import annotations
 
 import argparse
@@ -341,7 +342,7 @@ class loopback_dns:
         self.transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
             Answer, ("127.0.0.1", 0)
         )
-        self.address = "127.0.0.1:%d" % self.transport.get_extra_info("sockname")[1]
+        self.address = f"127.0.0.1:{self.transport.get_extra_info('sockname')[1]}"
         return self
 
     def close(self) -> None:
