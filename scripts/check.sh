@@ -43,6 +43,7 @@ check "spelling of help and docs" spelling
 check "lock" scripts/lock.sh --check
 check "figures in SPECIFICATION.md" "$BIN/python" scripts/spec_figures.py --check
 check "matrix of the runtimes" "$BIN/python" scripts/matrix.py --check
+check "blocking half of the SDK" "$BIN/python" scripts/sdk_blocking.py --check
 check "docs/openapi.json" "$BIN/python" scripts/openapi.py --check
 if command -v shellcheck > /dev/null; then
     check "shell scripts (shellcheck)" shellcheck scripts/*.sh .ci/run

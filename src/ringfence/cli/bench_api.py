@@ -1,8 +1,8 @@
 """``ringfence bench --api``: a service of its own, through raw HTTP and through the SDK, many at once.
 
-Everything runs on this machine, in one run, bounded: the client, the service and the sandboxes share its CPUs,
-so figures at 50 at once say what these cores do, not what a client feels that has its own. References are
-measured beside ours: a bare ASGI server for bodies, the same server outside for ports.
+Everything runs on this machine, in one run, bounded: the client, the service and the sandboxes share its
+CPUs, so figures at 50 at once say what these cores do, not what a client feels that has its own. References
+are measured beside ours: a bare ASGI server for bodies, the same server outside for ports.
 """
 
 from __future__ import annotations
