@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ def main(options: argparse.Namespace) -> int:
     from ringfence.placement.serving import serve
 
     uid = _user(options.api_uid)
+    _many_files()
     socket = Path(options.socket).absolute() if options.socket else None
 
     def ready(node: NodeServer) -> None:
@@ -73,6 +75,15 @@ def _run(main: object) -> None:
         asyncio.run(main)  # type: ignore[arg-type]
     else:
         uvloop.run(main)  # type: ignore[arg-type]
+
+
+def _many_files() -> None:
+    """As many open files as this user may have: every sandbox takes a few."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _user(text: str | None) -> int | None:

@@ -202,16 +202,18 @@ class Hosting:
     async def _start(self, spec: PlacedSpec) -> Placed:
         request = self._request(spec)
         policy = await self.volumes.attach(spec.id, request.policy, spec.volumes)
+        sandbox: NodeSandbox | None = None
         try:
             sandbox = await self._make(replace(request, policy=policy), spec.snapshot)
             if spec.volumes and sandbox.runtime.name not in RUNTIMES:
-                await sandbox.destroy()
                 raise no_volumes(sandbox.runtime.name)
+            if spec.deadline is not None:
+                self._set_deadline(sandbox, spec.deadline)
         except BaseException:
+            if sandbox is not None:
+                await sandbox.destroy()
             await self.volumes.let_go(spec.id)
             raise
-        if spec.deadline is not None:
-            self._set_deadline(sandbox, spec.deadline)
         self._hold(sandbox)
         return self.placed(sandbox)
 

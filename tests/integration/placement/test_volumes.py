@@ -21,9 +21,7 @@ from ringfence.placement.local import LocalPlacement
 from support.leaks import loop_devices, mounts
 from support.service_nodes import NodeProcess
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0, reason="volumes need root; a normal user's node: test_volumes_as_user.py"
-)
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="volumes need root")
 READY_MADE = 32 * MIB
 
 
