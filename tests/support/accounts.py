@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -50,22 +51,21 @@ def counters(store: str) -> dict[str, int]:
 
 
 def walls() -> Counter[str]:
-    """How many walls stand for each sandbox: first processes of process namespaces, by their host name."""
+    """How many walls stand for each sandbox: agents that are the first process of theirs, by host name."""
     found: Counter[str] = Counter()
     for each in descendants().values():
-        if each.state in "ZX" or each.name != "ringfence-agent":
+        if each.state in "ZX" or not each.command.startswith("ringfence-agent"):
             continue
         try:
             status = Path(f"/proc/{each.pid}/status").read_text()
             inside = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]
-            group = Path(f"/proc/{each.pid}/cgroup").read_text()
         except (OSError, StopIteration):
             continue
         if inside == "1":
-            names = {
-                part for line in group.splitlines() for part in line.split("/") if part.startswith("sb-")
-            }
-            found[",".join(sorted(names)) or f"process {each.pid}"] += 1
+            asked = ["nsenter", "--target", str(each.pid), "--uts", "hostname"]
+            name = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+            if name:  # else it is gone by now
+                found[name] += 1
     return found
 
 
@@ -81,7 +81,11 @@ def differences(store: str, home: Path) -> list[str]:
     )
     found += [f"{id} is lost: no folder" for id in alive - folders]
     standing = walls()
-    found += [f"{id} has {standing[id]} walls" for id in alive if standing and standing[id] != 1]
+    # After a reset the wall of the next one stands by.
+    begun_anew = {row[0] for row in _ask(store, "events", "subject", "WHERE name = ?", "sandbox.resetting")}
+    for id in alive:
+        if not 1 <= standing[id] <= (2 if id in begun_anew else 1):
+            found.append(f"{id} has {standing[id]} walls")
     found += [f"{id} has leaked: a wall" for id in standing.keys() - alive]
     found += [f"{id} has leaked: a folder that nobody owns" for id in folders - alive]
     groups = {Path(path).name for path in cgroup_folders() if Path(path).name in states}
