@@ -7,6 +7,7 @@ All of it is removed with its job.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import os
 import re
@@ -17,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from ringfence.model.errors import NotFound, QuotaExceeded
+from ringfence.model.errors import Conflict, NotFound, QuotaExceeded
 
 _JOB: Final = re.compile(r"job-[0-9a-hjkmnp-tv-z]{20}\Z", re.ASCII)
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z", re.ASCII)
@@ -112,10 +113,21 @@ class JobFiles:
 
 
 class Log:
-    """A log that is being written; opening it finds where it ends, whole records only."""
+    """A log that is being written, by one process at a time; opening it finds where it ends, whole records
+    only.
+
+    Raises:
+        Conflict: another process writes it.
+    """
 
     def __init__(self, path: Path, most: int) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise Conflict(f"another process writes {path.name} of {path.parent.name}") from None
         self.offsets = {STDOUT: 0, STDERR: 0}
         self.most = most
         self.size = 0
@@ -124,7 +136,6 @@ class Log:
             self.offsets[stream] = max(self.offsets.get(stream, 0), offset + length)
             self.size += length
             end = after
-        self._file: IO[bytes] = path.open("ab")
         self._file.truncate(end)
 
     def add(self, stream: int, offset: int, data: bytes) -> None:

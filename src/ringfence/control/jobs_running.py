@@ -77,6 +77,10 @@ _FETCH: Final = (
 _TRANSIENT = (NodeUnavailable, StoreUnavailable, StartFailed, HostLimit, DeadlineExceeded, LinkLost, Conflict)
 
 
+class _TakenOver(Exception):
+    """This process was thought dead: the job is another's now."""
+
+
 class _Over(Exception):
     """The attempt has ended: state that follows (``""``: whatever retries say) and facts."""
 
@@ -241,7 +245,7 @@ class Runner:
             except RingfenceError as error:
                 refused = _Over(FAILED, cause="refused", detail=error.message, error=error.as_dict())
                 await self._finish(row, principal, refused)
-        except (Conflict, StoreUnavailable) as error:
+        except (_TakenOver, Conflict, StoreUnavailable) as error:
             log.warning("job %s: %s", row.id, error)  # the next look finds it abandoned
         except RingfenceError:
             log.exception("job %s", row.id)
@@ -271,7 +275,10 @@ class Runner:
                     await event.wait()
             event.clear()
             with contextlib.suppress(StoreUnavailable):
-                if (await self.core.store.get(KIND, row.id)).document.get("cancel"):
+                now = (await self.core.store.get(KIND, row.id)).document
+                if now.get("actor") != row.document["actor"]:
+                    raise _TakenOver(f"another process goes on with job {row.id}")
+                if now.get("cancel"):
                     raise _Over(CANCELLED, cause="cancelled")
 
     async def _sandbox(self, row: Row, principal: Principal) -> Sandbox:
@@ -315,7 +322,10 @@ class Runner:
     async def _work(self, row: Row, principal: Principal, sandbox: Sandbox) -> None:
         files = self.jobs.files
         assert files is not None
-        record = Log(files.log(row.id, len(row.document["attempts"])), MOST_LOG)
+        try:
+            record = await asyncio.to_thread(Log, files.log(row.id, len(row.document["attempts"])), MOST_LOG)
+        except Conflict as error:  # who had it before has not noticed yet: another look takes it again
+            raise _TakenOver(error.message) from None
         try:
             while True:
                 try:

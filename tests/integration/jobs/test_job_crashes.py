@@ -16,7 +16,7 @@ SLOW = "echo start; until [ -e go ]; do sleep 0.05; done; echo end; echo made > 
 FINAL = ("succeeded", "failed", "cancelled")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def service() -> Iterator[Serving]:
     with serving("--no-egress") as made:
         yield made

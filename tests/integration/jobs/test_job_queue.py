@@ -149,3 +149,28 @@ async def test_two_processes_on_postgresql_share_the_queue(
             text = b"".join([piece async for piece in one.jobs.logs(ALICE, job.id)])
             assert text == b"start\nend\n"
     await clear(node)
+
+
+async def test_one_that_was_thought_dead_lets_go(node: NodeProcess, tmp_path: Path) -> None:
+    """Its heartbeat came too late: another takes the job, and its log has everything once."""
+    url, folder = str(tmp_path / "store.db"), tmp_path / "jobs"
+    command = ("sh", "-c", "echo start; until [ -e go ]; do sleep 0.05; done; echo end")
+    async with (
+        control_on(node, url, owner="api-1", files=folder) as one,
+        control_on(node, url, owner="api-2", files=folder) as two,
+    ):
+        two.runner.at_once = 0
+        job = await one.jobs.submit(ALICE, spec(*command))
+        async with asyncio.timeout(120):
+            while b"start" not in b"".join([piece async for piece in one.jobs.logs(ALICE, job.id)]):
+                await asyncio.sleep(0.05)
+            row = (await one.jobs.get(ALICE, job.id)).row
+            await two.runner._take(row, adopt=True)
+            while job.id in one.runner._running:
+                await asyncio.sleep(0.05)
+        link = await two.link(ALICE, row.document["attempts"][0]["sandbox"])
+        await link.files.write("go", b"")
+        found = await ended(two, ALICE, job)
+        assert found.state == "succeeded" and len(found.attempts) == 1, found.as_dict()
+        assert b"".join([piece async for piece in two.jobs.logs(ALICE, job.id)]) == b"start\nend\n"
+    await clear(node)

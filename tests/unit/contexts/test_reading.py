@@ -13,7 +13,8 @@ from ringfence.guest.contexts.results import Failure, Finished, Result, Text, ev
 
 junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
 )
 names = st.sampled_from(
     [
