@@ -10,10 +10,8 @@ from dataclasses import replace
 import pytest
 
 from ringfence.conformance.suites.placements import SMALL, PlacementSuite
-from ringfence.model.errors import Unsupported
-from ringfence.model.ids import new_id
 from ringfence.model.policy import Isolation
-from ringfence.placement.contract import Placement, VolumeMount
+from ringfence.placement.contract import Placement
 from ringfence.placement.fake import FakePlacement, Fault, Faults, Faulty
 from ringfence.placement.local import LocalPlacement
 
@@ -35,15 +33,7 @@ class TestLocal(PlacementSuite):
 class TestLocalGvisor(TestLocal):
     """Another wall behind the same calls: a kernel of its own, snapshots with memory."""
 
-    volumes = True
     wall = replace(SMALL, isolation=Isolation(runtime="gvisor"))
-
-    async def test_volumes_are_attached(self, placement: Placement) -> None:
-        name = new_id("vo")
-        await placement.make_volume(name, 32 << 20)
-        with pytest.raises(Unsupported):
-            await placement.start(self.spec(volumes=(VolumeMount(name, "/data"),)))
-        await placement.remove_volume(name)
 
 
 class TestFake(PlacementSuite):

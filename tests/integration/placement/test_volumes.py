@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 
 from ringfence.conformance.suites.placements import MIB, SMALL, pieces, run, spec, tar_of
-from ringfence.model.errors import HostLimit, InvalidRequest, NodeUnavailable, RingfenceError, Unsupported
+from ringfence.model.errors import (
+    HostLimit,
+    InvalidRequest,
+    NodeUnavailable,
+    RingfenceError,
+    RuntimeUnavailable,
+    Unsupported,
+)
 from ringfence.model.ids import new_id
 from ringfence.model.policy import Isolation, Policy, Process
+from ringfence.node.volumes import RUNTIMES
 from ringfence.placement.contract import Placement, VolumeMount
 from ringfence.placement.local import LocalPlacement
 from support.leaks import loop_devices, mounts
@@ -213,6 +221,22 @@ async def test_an_import_whose_sender_dies_ends(node: NodeProcess, placement: Pl
 async def _stuck() -> AsyncIterator[bytes]:
     yield tar_of({"a": bytes(MIB)})[: MIB // 2]
     await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("runtime", sorted(RUNTIMES))
+async def test_owners_and_modes_are_those_inside(placement: Placement, volume: str, runtime: str) -> None:
+    policy = Policy(wall=SMALL).with_wall(isolation=Isolation(runtime=runtime))
+    try:
+        writer = await attached(placement, volume, policy=policy)
+    except RuntimeUnavailable as error:
+        pytest.skip(f"{runtime}: {error.message}")
+    script = "umask 077; echo mine > /data/file && stat -c '%u %a' /data/file"
+    assert await run(placement, writer, "sh", "-c", script) == (0, b"1000 600\n")
+    await placement.destroy(writer)
+    reader = await attached(placement, volume, policy=policy, read_only=True)
+    assert await run(placement, reader, "cat", "/data/file") == (0, b"mine\n")
+    code, _ = await run(placement, reader, "sh", "-c", "echo x > /data/file")
+    assert code != 0
 
 
 @pytest.mark.parametrize("runtime", ["bubblewrap", "fake"])
