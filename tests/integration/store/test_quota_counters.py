@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import sqlite3
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import replace
@@ -262,12 +264,17 @@ _steps = st.one_of(
 class World:
     """Sandboxes and volumes as rows, made and ended as a service does it, with failures on the way."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "store.db"
+    def __init__(self, address: str, who: str = "", busy: float = 0.01) -> None:
+        self.address = address
+        self.who = who
+        self.busy = busy
         self.made = 0
 
     async def open(self) -> None:
-        self.store = await SqliteStore.open(str(self.path), busy=0.01)
+        if self.address.startswith("postgresql:"):
+            self.store: Store = await open_store(self.address)
+        else:
+            self.store = await SqliteStore.open(self.address, busy=self.busy)
         none = Quota(None, None, None, None, None, None, None)
         self.quotas = Quotas(self.store, default=none, capacity=self.capacity, oversell=Oversell(1.0, 1.0))
 
@@ -282,8 +289,9 @@ class World:
         """One transaction, or one that fails in the asked way."""
         if failure == "conflict":
             changes = (*changes, Put(Row("sandbox", "sb-nothing", revision=7)))
-        with closing(sqlite3.connect(self.path, isolation_level=None)) as other:
+        with contextlib.ExitStack() as stack:
             if failure == "locked":
+                other = stack.enter_context(closing(sqlite3.connect(self.address, isolation_level=None)))
                 other.execute("BEGIN IMMEDIATE")
             task = asyncio.create_task(self.store.commit(*changes))
             if failure == "cancelled":
@@ -297,7 +305,7 @@ class World:
         self.made += 1
         if what == "create" or what == "warm":
             document = {"cpus": how.cpus, "memory": how.memory, "disk": how.disk}
-            row = Row("sandbox", f"sb-{self.made:04}", whom, "alive", document=document)
+            row = Row("sandbox", f"sb-{self.made:04}{self.who}", whom, "alive", document=document)
             await self.commit(failure, Put(row), *await self.quotas.admission(whom, how))
         elif what == "claim":
             warm = await self.store.find("sandbox", project="", states=["alive"], limit=1)
@@ -314,7 +322,7 @@ class World:
                 await self.commit(failure, Put(replace(row, state="ended")), *less)
                 await self.commit("", Put(replace(row, state="ended")), *less)
         elif what == "volume":
-            row = Row("volume", f"vol-{self.made:04}", whom, document={"size": how})
+            row = Row("volume", f"vol-{self.made:04}{self.who}", whom, document={"size": how})
             await self.commit(failure, Put(row), *await self.quotas.storage(whom, how))
         elif what == "unvolume":
             volumes = await self.store.find("volume", states=[""])
@@ -353,7 +361,7 @@ def _up(cpus: float) -> int:
 @given(st.lists(_steps, min_size=5, max_size=40))
 def test_counters_are_the_sum_of_what_lives(steps: list[tuple[str, Any, Any, str]]) -> None:
     async def run(folder: Path) -> None:
-        world = World(folder)
+        world = World(str(folder / "store.db"))
         await world.open()
         try:
             for step in steps:
@@ -364,3 +372,46 @@ def test_counters_are_the_sum_of_what_lives(steps: list[tuple[str, Any, Any, str
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run(Path(folder)))
+
+
+async def test_and_with_many_at_once(ringfence_store_address: str) -> None:
+    # Several processes end, claim and change the same things at the same time; what is late is refused.
+    address = ringfence_store_address.removeprefix("sqlite://")
+    worlds = [World(address, who, busy=60.0) for who in "abc"]
+    for world in worlds:
+        await world.open()
+    randoms = random.Random(7)
+    kinds = ["create"] * 4 + ["warm", "claim", "claim", "end", "end", "end", "volume", "unvolume"]
+
+    async def live(world: World) -> None:
+        for _ in range(40):
+            what = randoms.choice(kinds)
+            whom: Any = randoms.choice(PROJECTS) if what in ("create", "claim", "volume") else ""
+            if what in ("end", "unvolume"):
+                whom = randoms.randrange(30)
+            how: Any = randoms.randrange(1, 50) if what == "volume" else None
+            if what in ("create", "warm"):
+                how = Resources(cpus=randoms.choice([0.1, 0.25, 1]), memory=randoms.randrange(1, 50), disk=3)
+            await world.step(what, whom, how, randoms.choice(["", "", "", "conflict", "cancelled"]))
+
+    try:
+        await asyncio.gather(*(live(world) for world in worlds for _ in range(2)))
+        # A cancelled change may still be on its way: whoever writes after it comes after it.
+        await asyncio.gather(*(world.store.commit(Put(Row("last", world.who))) for world in worlds))
+        assert await worlds[0].store.count("sandbox", states=["alive"]) > 0
+        assert await worlds[0].store.count("sandbox", states=["ended"]) > 0
+
+        async def settled() -> bool:
+            try:
+                await worlds[0].holds()
+            except AssertionError:
+                return False
+            return True
+
+        deadline = time.monotonic() + 60
+        while not await settled() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await worlds[0].holds()
+    finally:
+        for world in worlds:
+            await world.close()
