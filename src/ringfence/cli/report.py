@@ -86,7 +86,7 @@ def exit_code(end: End) -> int:
     """What ``ringfence run`` exits with."""
     if end.cause is Cause.DEADLINE:
         return DEADLINE
-    if end.cause in (Cause.NODE_LOST, Cause.RUNTIME_CRASH):
+    if end.cause in (Cause.NODE_LOST, Cause.RUNTIME_CRASH, Cause.START_FAILED):
         return FAILED
     if end.cause in (Cause.EXITED, Cause.SIGNALED, Cause.KILLED) and end.exit_code is not None:
         return end.exit_code
@@ -119,8 +119,9 @@ def explain(end: End, policy: Policy) -> str:
         Cause.KILLED: "killed on request",
         Cause.NODE_LOST: "the node service died, and the sandbox with it",
         Cause.RUNTIME_CRASH: "the sandbox's first process ended without being asked to",
+        Cause.START_FAILED: "it was never started",
     }[end.cause]
-    if end.cause in (Cause.NODE_LOST, Cause.RUNTIME_CRASH):
+    if end.cause in (Cause.NODE_LOST, Cause.RUNTIME_CRASH, Cause.START_FAILED):
         return end.detail or text
     return f"{text} ({end.detail})" if end.detail and end.cause is Cause.KILLED else text
 
