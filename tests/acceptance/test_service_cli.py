@@ -296,3 +296,28 @@ def test_logging_in_checks_the_key(served: Serving, tmp_path: Path) -> None:
     assert new("login", served.url, input=served.key.encode()).returncode == 0
     assert new.json("login", "--show", "--json")["url"] == served.url
     assert new.json("login", "--forget", "--json")["forgotten"]
+
+
+EXAMPLES = {
+    "tour": [
+        "command: 3 exited out err",
+        "stream: 2",
+        "code: 42",
+        "sum: 6",
+        "port: ['1', '2', '3']",
+        "again: ['1', '2', '3']",
+    ],
+    "many": ["20 results: 332833500 … 2666466670000"],
+}
+
+
+@pytest.mark.parametrize("name", list(EXAMPLES))
+def test_the_examples(name: str, served: Serving) -> None:
+    env = {**os.environ, settings.URL: served.url, settings.KEY: served.key, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, f"examples/service/{name}.py"], cwd=ROOT, env=env, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in EXAMPLES[name]:
+        assert line in done.stdout.splitlines()

@@ -230,8 +230,8 @@ class AsyncProcess:
                 stream, offset = _HEAD.unpack_from(frame)
                 if (piece := self._taken(stream, offset, frame[_HEAD.size :])) is not None:
                     return piece
-            else:
-                self._told(json.loads(frame))
+            elif (piece := self._told(json.loads(frame))) is not None:
+                return piece
         await self.close()
         return None
 
@@ -260,14 +260,18 @@ class AsyncProcess:
         self._reached[stream] = offset + len(data)
         return Output(STREAMS[stream], offset, data)
 
-    def _told(self, frame: Mapping[str, Any]) -> None:
+    def _told(self, frame: Mapping[str, Any]) -> Output | None:
         kind = frame.get("type")
+        if kind in ("stdout", "stderr"):  # from a service that speaks no binary frames
+            stream = 1 if kind == "stdout" else 2
+            return self._taken(stream, int(frame.get("offset") or 0), wire.data_of(frame))
         if kind == "exit":
             self._end = frame
         elif kind == "error" and frame.get("fatal") is not False:
             error = failures.from_object(frame)
             if error.code not in _PASSING:
                 raise error  # the others end the connection, and we make a new one
+        return None
 
     # -- input
 
