@@ -19,6 +19,8 @@ from ringfence.model.errors import GuestRefused, HostLimit, RuntimeUnavailable, 
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.service import Node
 from ringfence.runtimes import networking
+from ringfence.runtimes.context import RuntimeContext
+from ringfence.runtimes.launching.plan import CLONE_NEWNET, Plan
 from ringfence.runtimes.launching.processes import ProcessRef
 from support.egress import connected, doors_into, with_network
 from support.internet import Internet
@@ -27,6 +29,7 @@ from support.nodes import run
 EGRESS = {"mode": "egress", "allow": [{"host": "api.example.test"}]}
 OPEN = {"mode": "open"}
 TRY = "python3 -c 'import socket; socket.create_connection((\"93.184.216.10\", 443), 20)' 2>&1 | tail -1"
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can do this here")
 slirp = pytest.mark.skipif(shutil.which("slirp4netns") is None, reason="slirp4netns is not installed")
 
 
@@ -164,3 +167,36 @@ async def test_a_network_that_can_not_be_made_leaves_no_wall(
     with pytest.raises(StartFailed, match="could not make a network"):
         await node.create(with_network(request_for("jail"), OPEN))
     assert os.listdir(node.state.path / "sandboxes") == []
+
+
+@pytest.mark.parametrize(
+    ("port", "dns", "rules"),
+    [(70000, 53, b""), (1, 70000, b""), (1, 0, b""), (0, 0, b"x" * 11), (0, 0, bytes(12) * 129)],
+)
+async def test_rules_that_are_none_are_refused(port: int, dns: int, rules: bytes) -> None:
+    context = await RuntimeContext.open()
+    try:
+        plan = Plan()
+        plan.add("CLONE", CLONE_NEWNET)
+        plan.add("GUARD", port, dns, rules)
+        plan.add("DONE")
+        with pytest.raises(StartFailed) as caught:
+            await context.launcher.spawn(plan)
+        assert caught.value.details["errno"] == "EPROTO"
+    finally:
+        await context.close()
+
+
+async def test_a_plan_that_only_sets_something_up_ends_well() -> None:
+    context = await RuntimeContext.open()
+    try:
+        plan = Plan()
+        plan.add("CLONE", CLONE_NEWNET)
+        plan.add("LOOPBACK")
+        plan.add("GUARD", doors.CAUGHT_PORT, doors.DNS_PORT, b"")
+        plan.add("DONE")
+        child = await context.launcher.spawn(plan)
+        assert await child.exited == 0
+        child.close()
+    finally:
+        await context.close()
