@@ -49,6 +49,7 @@ class Doors:
         self._process: asyncio.subprocess.Process | None = None
         self._messages: Messages | None = None
         self._specs: dict[str, tuple[DoorSpec, Dial]] = {}
+        self._revoked: dict[str, set[str]] = {}
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._ready: asyncio.Future[None] | None = None
@@ -239,7 +240,8 @@ class Doors:
         sock = await dial()
         descriptor = os.dup(sock.fileno())
         sock.close()
-        await self._call("open", descriptor, spec=_values(spec))
+        revoked = sorted(self._revoked.get(spec.sandbox, ()))
+        await self._call("open", descriptor, spec=_values(spec), revoked=revoked)
         self._specs[spec.sandbox] = (spec, dial)
 
     async def _ask_webhook(self, event: dict[str, Any]) -> None:
@@ -290,6 +292,7 @@ class Doors:
 
     async def close(self, sandbox: str) -> None:
         """Close a sandbox's door. Idempotent."""
+        self._revoked.pop(sandbox, None)
         if self._specs.pop(sandbox, None) is not None and self._up.is_set():
             with contextlib.suppress(errors.NodeUnavailable):
                 await self._call("close", sandbox=sandbox)
@@ -359,7 +362,9 @@ class Doors:
 
     async def revoke(self, sandbox: str, sandboxes: Iterable[str]) -> None:
         """Placeholders of these sandboxes (its own, or ones it was forked from) are worth nothing now."""
-        await self._call("revoke", sandbox=sandbox, sandboxes=list(sandboxes))
+        names = list(sandboxes)
+        self._revoked.setdefault(sandbox, set()).update(names)
+        await self._call("revoke", sandbox=sandbox, sandboxes=names)
 
     # -- what was used
 

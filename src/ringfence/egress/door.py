@@ -89,6 +89,7 @@ class Flow:
         self.address = ""
         self.sent = self.received = 0
         self.task: asyncio.Task[Any] | None = None
+        self.inspected = False
         self.answered: list[Rule] = []  # what was allowed for this connection only
         self.cut: Decision | None = None  # why the policy's change ended it
         self.active = time.monotonic()
@@ -159,6 +160,7 @@ class Door:
         self.pool = Pool(self)
         self.flows: set[Flow] = set()
         self.revoked: set[str] = set()  # of the family: their placeholders are worth nothing any more
+        self.refusals, self.refused_at, self.left_out = 500.0, time.monotonic(), 0
         self.closed = False
 
     def _rules(self) -> Rules:
@@ -212,7 +214,7 @@ class Door:
             return decision
         if (
             flow.protocol == "tls"
-            and not flow.method
+            and not flow.inspected
             and self.rules.tls_mode(flow.host, flow.port) == "inspect"
         ):
             return Decision(

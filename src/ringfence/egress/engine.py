@@ -23,6 +23,8 @@ from ringfence.egress.throttle import Bucket
 from ringfence.egress.upstream import Upstreams
 from ringfence.model.values import dataclass
 
+_REFUSALS, _BURST = 20.0, 500.0  # of one sandbox that are written down: a second, and at once
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -137,6 +139,11 @@ class Engine:
 
     def record(self, door: Door, flow: Flow, decision: Decision, more: dict[str, Any]) -> None:
         """One line of the connection log, and an event if something was denied."""
+        if not decision.allowed:
+            if self._quiet(door):
+                return
+            if door.left_out:
+                more, door.left_out = more | {"left_out": door.left_out}, 0
         line: dict[str, Any] = {
             "at": round(time.time(), 3),
             "id": flow.id,
@@ -164,6 +171,20 @@ class Engine:
         self.log.write(line)
         if not decision.allowed:
             self.emit({"event": "egress.denied", **line})
+
+    def _quiet(self, door: Door) -> bool:
+        """Whether a refusal is one too many to be written down: a sandbox must not be able to push what
+        others did out of the log by being refused. The next line says how many were left out.
+        """
+        now = time.monotonic()
+        level = min(_BURST, door.refusals + (now - door.refused_at) * _REFUSALS)
+        door.refused_at = now
+        if level < 1:
+            door.refusals = level
+            door.left_out += 1
+            return True
+        door.refusals = level - 1
+        return False
 
     def keep(self, door: Door, flow: Flow, taking: Taking, decision: Decision) -> None:
         """Keep what was said."""

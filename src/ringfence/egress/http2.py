@@ -123,7 +123,7 @@ class H2Requests:
     async def _one(self, front: H2Front, event: h2.events.RequestReceived) -> None:
         """One stream, to its end."""
         flow = Flow(self.door, self.flow.kind, self.flow.peer)
-        flow.answered = self.flow.answered
+        flow.answered, flow.inspected = self.flow.answered, True
         flow.host, flow.port = self.fixed[1], self.fixed[2]
         await self.door.serve(flow)
         try:

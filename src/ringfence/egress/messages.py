@@ -45,6 +45,11 @@ class Messages:
         if self._sender is None:
             self._sender = self._loop.create_task(self._send())
 
+    @property
+    def waiting(self) -> int:
+        """Messages that the other end has not taken yet."""
+        return len(self._outgoing)
+
     async def flushed(self) -> None:
         """Return when everything was sent."""
         if self._sender is not None:

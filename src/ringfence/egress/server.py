@@ -20,6 +20,7 @@ from ringfence.guest.link import GuestLink
 from ringfence.guest.ports import GuestDatagrams, GuestListener
 from ringfence.model.errors import GuestError, InvalidRequest, NotFound, RingfenceError, WrongState
 
+_MOST_WAITING = 10_000  # events that the owner has not read
 _OPENING = 20.0  # seconds for the agent to listen
 
 
@@ -123,7 +124,8 @@ class Server:
         self._path = folder / "sockets" / f"{os.getpid()}.sock"
 
     def _event(self, event: dict[str, Any]) -> None:
-        if self._owner is not None:
+        # An owner that does not listen loses events, and we no memory.
+        if self._owner is not None and self._owner.waiting < _MOST_WAITING:
             self._owner.send(event)
 
     async def run(self, owner: socket.socket) -> None:
@@ -207,6 +209,7 @@ class Server:
         if spec.sandbox in self.doors:
             await self.doors.pop(spec.sandbox).close()
         opened = OpenDoor(self.engine, spec, self._lost)
+        opened.door.revoked = {str(name) for name in message.get("revoked", ())}
         self.doors[spec.sandbox] = opened
         return await self._attach(opened, descriptors)
 

@@ -116,6 +116,7 @@ async def _inspect(flow: Flow, reader: Reader, host: Host, port: int) -> None:
             f"the client did not accept the inspected connection ({text[:100]})",
             hint="it has a pinned certificate or a bundle of its own; with tls: pass it goes through unread",
         ) from None
+    flow.inspected = True
     try:
         if stream.protocol == "h2":
             from ringfence.egress.http2 import H2Requests

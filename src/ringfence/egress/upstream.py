@@ -142,13 +142,20 @@ class Upstreams:
                 why: OSError | None = None
                 for address in addresses[:8]:
                     try:
-                        stream = await self._connect(address, port)
+                        # One that never answers must not cost the others their turn.
+                        async with asyncio.timeout(max(1.0, patience / min(len(addresses), 8))):
+                            stream = await self._connect(address, port)
+                    except TimeoutError:
+                        why = OSError(errno.ETIMEDOUT, "no answer")
+                        continue
                     except OSError as error:
                         why = error
                         continue
                     good = True
                     return stream, address
             good = False
+            if why is not None and why.errno == errno.ETIMEDOUT:
+                raise TimeoutError
             text = "" if why is None else os.strerror(why.errno or errno.EIO)
             raise Unreachable(f"{host}:{port} can't be reached: {text}", 502, "connect")
         except TimeoutError:

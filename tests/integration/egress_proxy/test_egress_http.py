@@ -468,3 +468,17 @@ async def test_a_flood_leaves_nothing_behind(folder: Path, names: Names, plain: 
         async with asyncio.timeout(30):
             while len(os.listdir("/proc/self/fd")) > before + 4:  # an idle connection, the log
                 await asyncio.sleep(0.01)
+
+
+async def test_refusals_do_not_fill_the_log(folder: Path, names: Names) -> None:
+    async with local_door(folder, {}, names) as door:
+        door.door.refusals = 3.0
+        request = b"GET http://evil.example.test/ HTTP/1.1\r\nHost: evil.example.test\r\n\r\n"
+        await door.raw(request * 60, eof=True)
+        await door.idle()
+        lines = door.log()
+        assert 3 <= len(lines) < 60 and len(door.events) == len(lines)
+        door.door.refusals = 3.0
+        await door.raw(request, eof=True)
+        await door.idle()
+        assert sum(line.get("left_out", 0) for line in door.log()) + len(door.log()) == 61

@@ -193,3 +193,35 @@ async def test_authority_outlives_the_process_and_is_nobody_elses(
             assert path.stat().st_mode & 0o777 == 0o600
         door.engine.authorities.forget("sb-1")
         assert (await door.engine.authorities.of("sb-1")).certificate != first.certificate
+
+
+async def test_update_leaves_inspected_connections_that_still_may(
+    folder: Path, names: Names, secure: Origin, authority: TestAuthority
+) -> None:
+    names.add("api.example.test", "127.0.0.1")
+    rules = {"mode": "egress", "allow": [rule(secure.port, paths=["/v1/*"])]}
+    async with local_door(folder, rules, names, authority.file) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.ports["http"])
+        target = f"api.example.test:{secure.port}"
+        writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
+        await reader.readuntil(b"\r\n\r\n")
+        context = ssl.create_default_context(cafile=await door.ca())
+        await writer.start_tls(context, server_hostname="api.example.test")
+
+        async def ask(path: str) -> bytes:
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(size)
+            return head.split(b" ")[1]
+
+        assert await ask("/v1/x") == b"200"
+        assert door.door.update(rules | {"allow": [rule(secure.port, paths=["/v2/*"])]}) == 0
+        assert await ask("/v1/x") == b"403"  # the open connection, by the new rules
+        assert await ask("/v2/x") == b"200"
+        assert door.door.update(rules | {"allow": []}) == 1
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            assert await reader.read() == b""
+        writer.close()
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await writer.wait_closed()
