@@ -227,7 +227,10 @@ def test_lists_show_one_project_only(world: World) -> None:
 
 def test_what_a_stranger_names_in_a_body_is_not_there(world: World) -> None:
     theirs = world.service.client(world.stranger)
-    for body in ({"snapshot": world.real["snapshot"]}, {"pool": world.real["pool"]}, {"pool": "mine"}):
+    bodies: list[dict[str, Any]] = [{"snapshot": world.real["snapshot"]}, {"pool": world.real["pool"]}]
+    for name in (world.real["volume"], "mine"):
+        bodies.append({"volumes": [{"volume": name, "path": "/data"}]})
+    for body in (*bodies, {"pool": "mine"}):
         answer = theirs.post("/v1/sandboxes", json=body)
         assert answer.status_code == 404, (body, answer.text)
     escalate = theirs.post("/v1/keys", json={"project": world.project})
