@@ -20,6 +20,7 @@ from typing import Any
 from ringfence.control.caching import LIFE, RowCache
 from ringfence.control.principals import SCOPES, Principal
 from ringfence.control.quotas import Quotas
+from ringfence.control.tenancy_values import Key, NewKey, Project, key_of, project_of
 from ringfence.model.errors import (
     Conflict,
     InvalidRequest,
@@ -28,7 +29,6 @@ from ringfence.model.errors import (
     RingfenceError,
 )
 from ringfence.model.ids import new_id
-from ringfence.model.values import dataclass
 from ringfence.store.contract import Change, Event, Put, Remove, Row, Store
 
 __all__ = ["Key", "NewKey", "Principal", "Project", "Tenancy"]
@@ -40,45 +40,6 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?", re.ASCII)
 _USED_EVERY = 60.0  # seconds between two writes of when a key was last used
 _TRIES = 10
 _NO_KEY = b"\0" * 32
-
-
-@dataclass(frozen=True, slots=True)
-class Project:
-    """A project of an organisation. ``id`` is what rows and principals carry."""
-
-    id: str
-    name: str
-    organisation: str
-    created: float
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """What is known of a key; never the key itself. Times are seconds since the epoch.
-
-    ``state``: ``active``, ``expired`` or ``revoked``. ``used``: last, to a minute; ``None`` for never.
-    """
-
-    id: str
-    name: str
-    project: str
-    organisation: str
-    user: str
-    scopes: tuple[str, ...]
-    state: str
-    created: float
-    expires: float | None = None
-    used: float | None = None
-    operator: bool = False
-    replaced_by: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NewKey:
-    """A key that was just made. ``secret`` is shown once: nobody can find it out again."""
-
-    key: Key
-    secret: str
 
 
 class Tenancy:
@@ -120,7 +81,7 @@ class Tenancy:
         same = hmac.compare_digest(_hash(secret), hashed)
         if row is None or not same:
             raise NotAuthenticated("the key is unknown", hint="`ringfence key ls` shows those there are")
-        key = _key(row)
+        key = key_of(row)
         if key.state != "active":
             raise NotAuthenticated(f"the key is {key.state}", hint="`ringfence key make` makes another")
         self._note_use(key)
@@ -147,7 +108,7 @@ class Tenancy:
             )
         except Conflict:
             return None
-        return NewKey(_key(row), secret)
+        return NewKey(key_of(row), secret)
 
     async def make_organisation(self, name: str) -> str:
         """A new organisation; returns its id. Raises Conflict (the name is taken), InvalidRequest."""
@@ -165,18 +126,18 @@ class Tenancy:
         await self.store.get(ORGANISATION, organisation)
         row = Row(PROJECT, new_id("pr"), organisation, key=_name(name), created=time.time())
         await self.store.commit(Put(row, unique=True), durable=True)
-        return _project(row)
+        return project_of(row)
 
     async def project(self, id: str) -> Project:
         """One project. Raises NotFound."""
-        return _project(await self.store.get(PROJECT, id))
+        return project_of(await self.store.get(PROJECT, id))
 
     async def projects(
         self, organisation: str | None = None, *, after: str = "", limit: int = 100
     ) -> list[Project]:
         """Projects, of all organisations or one, by id."""
         rows = await self.store.find(PROJECT, project=organisation, after=after, limit=limit)
-        return [_project(row) for row in rows]
+        return [project_of(row) for row in rows]
 
     # --- keys -----------------------------------------------------------------------------------------------
 
@@ -209,17 +170,17 @@ class Tenancy:
         if user and not await self.store.count(USER, project=owner.organisation, key=user):
             changes.append(Put(Row(USER, new_id("us"), owner.organisation, key=user, created=time.time())))
         await self.store.commit(*changes, durable=True)
-        return NewKey(_key(row), secret)
+        return NewKey(key_of(row), secret)
 
     async def keys(self, project: str, *, after: str = "", limit: int = 100) -> list[Key]:
         """The keys of a project, by id."""
         rows = await self.store.find(KEY, project=project, after=after, limit=limit)
         used = [await self._last_used(row.id) for row in rows]
-        return [replace(_key(row), used=at) for row, at in zip(rows, used, strict=True)]
+        return [replace(key_of(row), used=at) for row, at in zip(rows, used, strict=True)]
 
     async def key(self, project: str, id: str) -> Key:
         """One key. Raises NotFound, also for another project's."""
-        return replace(_key(await self._row(project, id)), used=await self._last_used(id))
+        return replace(key_of(await self._row(project, id)), used=await self._last_used(id))
 
     async def rotate_key(
         self, project: str, id: str, *, overlap: float = 0.0, by: Principal | None = None
@@ -235,7 +196,7 @@ class Tenancy:
             raise InvalidRequest(f"{overlap!r} s is no overlap")
         for _ in range(_TRIES):
             row = await self._row(project, id)
-            key = _key(row)
+            key = key_of(row)
             if key.state != "active" or key.replaced_by:
                 raise InvalidRequest(
                     f"the key {id} is {key.state if key.state != 'active' else 'replaced already'}",
@@ -259,7 +220,7 @@ class Tenancy:
                 continue
             finally:
                 self._keys.forget(id)
-            return NewKey(_key(made), secret)
+            return NewKey(key_of(made), secret)
         raise Conflict(f"the key {id} is changed by others all the time")
 
     async def revoke_key(self, project: str, id: str, *, by: Principal | None = None) -> Key:
@@ -268,8 +229,8 @@ class Tenancy:
             row = await self._row(project, id)
             if row.state == "revoked":
                 self._keys.forget(id)
-                return _key(row)
-            _may_change(_key(row), by)
+                return key_of(row)
+            _may_change(key_of(row), by)
             gone = replace(row, state="revoked")
             try:
                 (stored,) = await self.store.commit(Put(gone), _event(gone, "revoked", by), durable=True)
@@ -277,7 +238,7 @@ class Tenancy:
                 continue
             finally:
                 self._keys.forget(id)
-            return _key(stored)
+            return key_of(stored)
         raise Conflict(f"the key {id} is changed by others all the time")
 
     async def forget_keys(self, before: float) -> int:
@@ -351,31 +312,6 @@ def _new_key(
         "operator": operator,
     }
     return Row(KEY, id, project.id, "active", due=expires, created=time.time(), document=document), secret
-
-
-def _key(row: Row) -> Key:
-    document = row.document
-    expires = document["expires"]
-    state = row.state
-    if state == "active" and expires is not None and expires <= time.time():
-        state = "expired"
-    return Key(
-        id=row.id,
-        name=document["name"],
-        project=row.project,
-        organisation=document["organisation"],
-        user=document["user"],
-        scopes=tuple(document["scopes"]),
-        state=state,
-        created=row.created,
-        expires=expires,
-        operator=bool(document.get("operator")),
-        replaced_by=document.get("replaced_by", ""),
-    )
-
-
-def _project(row: Row) -> Project:
-    return Project(row.id, row.key, row.project, row.created)
 
 
 def _event(row: Row, name: str, by: Principal | None = None, **data: Any) -> Event:

@@ -43,7 +43,7 @@ EVENTS = "SELECT kind, subject, project, name, at, data, number FROM events WHER
 
 ADD = (
     "INSERT INTO counters (name, value, until) VALUES (?1, max(0, ?2), ?3) ON CONFLICT (name) DO UPDATE"
-    " SET value = max(0, iif(until = ?3, value, 0) + ?2), until = ?3 RETURNING value"
+    " SET value = max(0, CASE WHEN until = ?3 THEN value ELSE 0 END + ?2), until = ?3 RETURNING value"
 )
 COUNTER = "SELECT value FROM counters WHERE name = ? AND (until = 0 OR until > ?)"
 
