@@ -41,7 +41,7 @@ class NetlessAgent:
         listener.listen(64)
         namespaces = ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         if os.geteuid() != 0:
-            namespaces += ["--user", "--map-root-user"]
+            namespaces += ["--user", "--map-current-user", "--keep-caps"]
         number = listener.fileno()
         command = [_native.agent(), f"listen={number}", f"uid={os.geteuid()}", f"gid={os.getegid()}",
                    f"workdir={self.base}", f"home={self.base}", "oom=1000"]  # fmt: skip
