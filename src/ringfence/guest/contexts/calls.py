@@ -45,7 +45,7 @@ class Call:
         process: GuestProcess,
         reader: Reader,
         place: Place,
-        deadline: float | None,
+        seconds: float | None,
     ) -> None:
         self.id = id
         self.context = context
@@ -54,8 +54,9 @@ class Call:
         self._process = process
         self._reader = reader
         self._ready: deque[tuple[Place, ContextEvent]] = deque()
-        self._deadline = deadline  # on the loop's clock
-        self._late = False
+        self._seconds = seconds
+        self._deadline: float | None = None  # on the loop's clock, from the call's beginning on
+        self._timed = self._late = False
         self._failed = False
         self._over = False
 
@@ -82,6 +83,9 @@ class Call:
         return event
 
     async def _more(self) -> None:
+        if self._seconds is not None and self._reader.begun and not self._timed:
+            self._timed = True
+            self._deadline = asyncio.get_running_loop().time() + self._seconds
         try:
             async with asyncio.timeout_at(self._deadline):
                 piece = await self._process.__anext__()

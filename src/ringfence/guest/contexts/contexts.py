@@ -190,7 +190,8 @@ class Contexts:
         Args:
             id: the context.
             code: what to run.
-            timeout: seconds until it is interrupted, and 5 seconds later the context is ended.
+            timeout: seconds, from when the code begins (calls before it are over), until it is interrupted;
+                5 seconds later the context is ended.
             env: variables during this call.
             call: the call's own id; made up if ``None``.
             fresh: in a fork of the context (Python only): the code finds all that is there, imports too, and
@@ -206,13 +207,12 @@ class Contexts:
                 f"code of more than {MOST_CODE} bytes", hint="write it to a file and import it"
             )
         name = secrets.token_hex(12) if call is None else _check(call)
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         kind, process = await self._attach(_check(id), FROM_NOW, FROM_NOW)
         try:
             if process.offsets[0] == 0:  # it was made a moment ago, and is still reading its kernel
                 async with asyncio.timeout(START_TIME):
                     await _until_ready(kind, process)
-            made = Call(name, id, process, kind.reader(name, False), Place(*process.offsets), deadline)
+            made = Call(name, id, process, kind.reader(name, False), Place(*process.offsets), timeout)
             made.admit = self.admit
             if fresh and not kind.forks:
                 raise Unsupported(
@@ -281,10 +281,9 @@ class Contexts:
         Raises:
             NotFound: no such context.
         """
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         place = Place() if place is None else place
         kind, process = await self._attach(_check(id), place.stdout, place.stderr)
-        made = Call(_check(call), id, process, kind.reader(call, place.begun), place, deadline)
+        made = Call(_check(call), id, process, kind.reader(call, place.begun), place, timeout)
         made.admit = self.admit
         return made
 
@@ -348,9 +347,11 @@ class Contexts:
         raise NotFound(f"no context {id}", hint="create it first")
 
     async def _forget(self, id: str) -> None:
+        """Make room for a new one: only what has ended, since somebody else may start one just now."""
         for context in await self._all():
-            if context.id == id:
-                await self._end(context)
+            if context.id == id and not context.running:
+                with contextlib.suppress(GuestRefused):
+                    await self._link.remove(_process_id(context))
 
     async def _end(self, context: Context) -> None:
         number = _process_id(context)

@@ -28,6 +28,7 @@ class Reader(Protocol):
     """Makes events of one call out of what comes on a context's streams 1 and 2."""
 
     ready: bool  # the kernel has said that it can be called
+    begun: bool  # the call has begun: calls before it are over
 
     def feed(self, stream: int, offset: int, data: bytes) -> list[tuple[Place, ContextEvent]]:
         """The events that are complete now, each with the place after it."""
@@ -117,7 +118,7 @@ class Lines:
     """A kernel that says lines of JSON on stream 1; what comes on stream 2 was printed by others there."""
 
     def __init__(self, call: str, begun: bool = False) -> None:
-        self.ready = False
+        self.ready, self.begun = False, begun
         self._call = call
         self._messages: Messages | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -138,6 +139,7 @@ class Lines:
             self.ready = self.ready or message.get("t") == "ready"
             if message.get("x") != self._call:
                 continue
+            self.begun = True
             event = event_of(message)
             if event is not None:
                 self._place = self._place._replace(stdout=after, begun=True)
@@ -149,7 +151,7 @@ class Records:
     """A kernel whose streams are the code's own output, with records where calls begin and end."""
 
     def __init__(self, call: str, begun: bool = False) -> None:
-        self.ready = False
+        self.ready, self.begun = False, begun
         self._call = call.encode()
         self._inside = {STDOUT: begun, STDERR: begun}
         self._over: dict[int, int] = {}  # stream: exit code
@@ -216,7 +218,7 @@ class Records:
         if what == b"ready":
             self.ready = True
         elif what == b"begin" and call == self._call:
-            self._inside[stream] = True
+            self._inside[stream] = self.begun = True
         elif (
             self._inside[stream] and stream not in self._over
         ):  # its end, or another's begin: the code took its record away
