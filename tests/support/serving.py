@@ -70,7 +70,19 @@ class Serving:
         """Start it and wait until it serves."""
         if self.url:
             bind = self.url.removeprefix("http://")  # the same port again
-        command = [sys.executable, "-m", "ringfence", "serve", "--bind", bind, "--state", str(self.home)]
+        # It dies with the tests, however they end.
+        prefix = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "ringfence",
+            "serve",
+            "--bind",
+            bind,
+            "--state",
+            str(self.home),
+        ]
         command += ["--service", self.name, "--json", *self.options]
         if self.store:
             command += ["--store", self.store]
