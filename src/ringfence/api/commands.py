@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ringfence.guest.processes import STDOUT, GuestProcess, Output, ProcessSpec
 from ringfence.model.errors import (
     Conflict,
+    DeadlineExceeded,
     GuestError,
     GuestRefused,
     InvalidRequest,
@@ -39,6 +40,7 @@ KIND = "command"  # rows: something is due for a command (kill it, forget it)
 _FLUSH = 256 * 1024  # bytes of output that may be uncounted at the placement
 _MOST_SIGNALLED = 10_000
 _REDIALS = 5
+_EVICTION = 10.0  # seconds that clients of a command get to go
 
 
 class Meter:
@@ -97,7 +99,7 @@ class Commands:
         self._service = service
         self._meters: OrderedDict[str, Meter] = OrderedDict()
         self._signalled: OrderedDict[tuple[str, str], set[int]] = OrderedDict()
-        self._clients: dict[tuple[str, str], int] = {}
+        self._clients: dict[tuple[str, str], set[Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def keep(self, task: asyncio.Task[Any]) -> None:
@@ -267,20 +269,34 @@ class Commands:
 
     # -- clients of one command
 
-    def joined(self, sandbox: str, number: str) -> None:
-        """One more client follows it."""
-        key = (sandbox, number)
-        self._clients[key] = self._clients.get(key, 0) + 1
+    def joined(self, sandbox: str, number: str, client: Any) -> None:
+        """One more client follows it; it has an event ``evicted``."""
+        self._clients.setdefault((sandbox, number), set()).add(client)
 
-    def left(self, sandbox: str, number: str) -> bool:
+    def left(self, sandbox: str, number: str, client: Any) -> bool:
         """One less; whether it was the last one here."""
         key = (sandbox, number)
-        count = self._clients.get(key, 1) - 1
-        if count:
-            self._clients[key] = count
+        clients = self._clients.get(key, set())
+        clients.discard(client)
+        if clients:
             return False
         self._clients.pop(key, None)
         return True
+
+    async def evict(self, sandbox: str, number: str) -> None:
+        """End the clients of a command that this process has; return when none of them can write any more.
+
+        Raises:
+            DeadlineExceeded: one does not go.
+        """
+        clients = self._clients.get((sandbox, number), set())
+        for client in list(clients):
+            client.evicted.set()
+        end = asyncio.get_running_loop().time() + _EVICTION
+        while self._clients.get((sandbox, number)):
+            if asyncio.get_running_loop().time() > end:
+                raise DeadlineExceeded("another client of the command does not go", hint="try again")
+            await asyncio.sleep(0.005)
 
 
 def text_of(data: bytes) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """One command in a sandbox, followed over a WebSocket that may be lost and made again.
 
 Every byte of output has an offset. What comes twice is dropped, and after a lost connection we ask from where
-we were; so no byte is lost or doubled as long as the sandbox still keeps it (256 KiB a stream while nobody
-reads; the command waits then). What was dropped there is counted in :attr:`AsyncProcess.lost`. Input is
+we were; so no byte is lost or doubled as long as the sandbox still keeps it (4 MiB a stream; while nobody
+reads, the command waits). What was dropped there is counted in :attr:`AsyncProcess.lost`. Input is
 counted too: after a reconnect it goes on from where the command had taken it.
 """
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 Sink = Callable[[bytes], Any]
 _HEAD = struct.Struct(">BQ")  # stream (1 stdout, 2 stderr) and offset of a binary frame
 _PIECE = 64 * 1024  # bytes of input a frame
+# Bytes of output a stream that the sandbox keeps: all that can be on its way to us in buffers when a
+# connection breaks. Taken as it fills, not before.
+_RING = 4 * 1024 * 1024
 _BACKLOG = 8 * 1024 * 1024  # bytes of input kept for a reconnect: more than all queues on the way hold
 _PASSING = failures.PASSING | {"guest_error", "link_lost"}
 
@@ -79,6 +82,7 @@ class AsyncProcess:
         """Start a command; the same id again is the same command."""
         process = cls(transport, path, str(spec.get("id") or f"p-{uuid.uuid4().hex[:20]}"))
         process._spec = {name: value for name, value in spec.items() if name not in ("id", "stdin")}
+        process._spec.setdefault("keep", _RING)
         if spec.get("stdin"):
             process._spec["keep_stdin"] = True
         await process._connected(0)
@@ -419,6 +423,7 @@ class AsyncProcess:
             "stdout_offset": self._reached[1],
             "stderr_offset": self._reached[2],
             "binary": True,
+            **({"take_input": True} if self._sent or self._closed_input else {}),
             **(self._spec or {}),
         }
         try:

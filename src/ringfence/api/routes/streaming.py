@@ -41,6 +41,11 @@ class Execute(Start):
         None, description="Seconds without any client after which it is killed."
     )
     ttl_seconds: Seconds | None = None
+    take_input: bool = Field(
+        False,
+        description="This client alone writes from now on: others are told to reconnect (1001), and what of "
+        "their input the command has not taken is dropped.",
+    )
     binary: bool = Field(False, description="Output as binary frames: stream, offset, bytes.")
 
 
@@ -70,6 +75,8 @@ async def execute(socket: Socket) -> None:
     if asked.command_id is not None and asked.id is None:
         asked = asked.model_copy(update={"id": asked.command_id})
     offsets = (asked.stdout_offset, asked.stderr_offset)
+    if asked.take_input and asked.id is not None:
+        await socket.service.commands.evict(socket.sandbox, asked.id)
     link = await socket.control.link(socket.principal, socket.sandbox)
     if asked.argv is None and asked.command is None:
         if asked.id is None:
@@ -132,6 +139,7 @@ class _Session:
         self.timeout: float | None = None
         # Bounded: a command that does not read its input stops the client, as a full pipe would.
         self.inputs: asyncio.Queue[bytes | None] = asyncio.Queue(_WINDOW)
+        self.evicted = asyncio.Event()  # another client takes the input over
         self._timed_out = False
         self._ended = False
 
@@ -139,7 +147,7 @@ class _Session:
         """Until the command has ended, or the client has gone."""
         socket, process = self.socket, self.process
         commands = socket.service.commands
-        commands.joined(socket.sandbox, process.id)
+        commands.joined(socket.sandbox, process.id, self)
         loop = asyncio.get_running_loop()
         jobs: list[asyncio.Task[Any]] = []
         gone = False
@@ -158,9 +166,10 @@ class _Session:
                     loop.create_task(self._outputs()),
                     loop.create_task(self._frames()),
                     loop.create_task(socket.service.draining.wait()),
+                    loop.create_task(self.evicted.wait()),
                     loop.create_task(self._feed()),
                 ]
-                await asyncio.wait(jobs[:3], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(jobs[:4], return_when=asyncio.FIRST_COMPLETED)
                 outputs, frames, draining = jobs[:3]
                 if outputs.done():
                     outputs.result()
@@ -174,13 +183,16 @@ class _Session:
             for job in jobs:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
-            await self._leave(gone)
+            # Before anybody hears that we are gone: who attaches next is told what input was taken.
             await process.close()
+            await self._leave(gone)
+            if self.evicted.is_set():
+                await socket.close(GOING_AWAY, "reload")
 
     async def _leave(self, gone: bool) -> None:
         socket, number = self.socket, self.process.id
         commands = socket.service.commands
-        last = commands.left(socket.sandbox, number)
+        last = commands.left(socket.sandbox, number, self)
         if self._ended:
             if self.ttl is not None:
                 await commands.due(socket.sandbox, number, "forget", self.ttl, socket.principal.project)
