@@ -124,7 +124,7 @@ async def test_ways_out(
     runtime: str, attack_state: Path, internet: Internet, request: pytest.FixtureRequest
 ) -> None:
     chosen(request, runtime)
-    ways = WAYS
+    ways: tuple[Way, ...] = WAYS
     if runtime in MACHINES:
         ready_for_machines(attack_state)
         if not request.config.getoption("--ringfence-runtime"):

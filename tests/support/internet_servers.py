@@ -299,7 +299,7 @@ def contexts(folder: Path) -> ssl.SSLContext:
             sslobject.context = made[name]
 
     for context in made.values():
-        context.sni_callback = choose  # type: ignore[assignment]
+        context.sni_callback = choose
     return made["default"]
 
 

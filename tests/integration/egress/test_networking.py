@@ -154,7 +154,7 @@ async def test_an_open_network_dies_with_an_ephemeral_node(state: Path) -> None:
 async def test_without_the_program_there_is_no_open_network(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(networking.shutil, "which", lambda *_: None)
+    monkeypatch.setattr(shutil, "which", lambda *_: None)
     with pytest.raises(RuntimeUnavailable, match="slirp4netns") as caught:
         await node.create(with_network(request_for("jail"), OPEN))
     assert "apt-get install" in caught.value.hint
@@ -163,7 +163,7 @@ async def test_without_the_program_there_is_no_open_network(
 async def test_a_network_that_can_not_be_made_leaves_no_wall(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(networking.shutil, "which", lambda *_: "/bin/false")
+    monkeypatch.setattr(shutil, "which", lambda *_: "/bin/false")
     with pytest.raises(StartFailed, match="could not make a network"):
         await node.create(with_network(request_for("jail"), OPEN))
     assert os.listdir(node.state.path / "sandboxes") == []
