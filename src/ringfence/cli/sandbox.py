@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ringfence.cli import listing, sandbox_options, stopping
 from ringfence.cli.output import print_json, safe
 from ringfence.cli.parsing import Parser, add_json, add_verbs
-from ringfence.cli.remote import either, only
+from ringfence.cli.remote import either, need, only
 
 if TYPE_CHECKING:
     from ringfence.node.sandboxes import NodeSandbox
@@ -83,6 +83,12 @@ def _one(parser: argparse.ArgumentParser) -> None:
 
 
 # -- looking
+
+
+def _list(options: argparse.Namespace) -> int:
+    if options.label or options.state:
+        need("choosing by label or state")
+    return listing.main(options)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -266,7 +272,7 @@ VERBS: dict[str, Verb] = {
     "ls": (
         "list sandboxes: the service's, or those that were kept here",
         sandbox_options.ls,
-        either(listing.main, "remote_sandbox", "ls"),
+        either(_list, "remote_sandbox", "ls"),
         ("ls", "ls --label team=blue --all", "ls --json | jq -r '.sandboxes[].id'"),
     ),
     "show": (
