@@ -55,7 +55,8 @@ class PostgresServer:
             pytest.skip("no PostgreSQL server here (Debian: postgresql)")
         self.programs = found
         self.settings = {**_SETTINGS, **settings}
-        self.folder = Path(tempfile.mkdtemp(prefix="rf-pg-", dir="/tmp"))
+        _sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"rf-pg-{os.getpid()}-", dir="/tmp"))
         self.user = _user()
         if self.user is not None:
             os.chown(self.folder, self.user.pw_uid, self.user.pw_gid)
@@ -134,6 +135,14 @@ class PostgresServer:
         if self.user is not None:
             prefix += [f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}", "--clear-groups"]
         return prefix
+
+
+def _sweep() -> None:
+    """Remove the folders of test processes that were killed; their servers went with them."""
+    for folder in Path("/tmp").glob("rf-pg-*-*"):
+        pid = folder.name.split("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _user() -> pwd.struct_passwd | None:
