@@ -52,7 +52,7 @@ class Volumes:
         self._root = root
 
     def prepare(self) -> None:
-        """Make the folder, shared; before the launcher starts. Idempotent.
+        """Make the folder; share it if there are volumes. Before the launcher starts. Idempotent.
 
         Raises:
             HostLimit: it can't be made.
@@ -63,10 +63,23 @@ class Volumes:
                 _discard(left)
         except OSError as error:
             raise host_limit(error, f"make {self.folder}") from error
-        if self._root and str(self.folder) not in _mounts():
-            with contextlib.suppress(OSError):  # attaching says so, should anybody ask
-                _mount(str(self.folder), str(self.folder), _MS_BIND)
-                _mount("none", str(self.folder), _MS_SHARED)
+        if self.names():
+            self.share()
+
+    def share(self) -> bool:
+        """Make the folder a shared mount. True: it was none, so a launcher that runs already sees none of it.
+
+        Raises:
+            HostLimit: it can't be done.
+        """
+        if not self._root or str(self.folder) in _mounts():
+            return False
+        try:
+            _mount(str(self.folder), str(self.folder), _MS_BIND)
+            _mount("none", str(self.folder), _MS_SHARED)
+        except OSError as error:
+            raise host_limit(error, f"make a shared mount of {self.folder}") from error
+        return True
 
     def close(self) -> None:
         """Unmount what nobody uses."""

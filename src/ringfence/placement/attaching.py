@@ -42,8 +42,9 @@ class _Use:
 class Attachments:
     """The volumes of one node, and their users."""
 
-    def __init__(self, volumes: Volumes) -> None:
+    def __init__(self, volumes: Volumes, renew: Callable[[], None]) -> None:
         self.volumes = volumes
+        self._renew = renew  # called when the launcher that runs can't see volumes
         self._uses: dict[str, tuple[_Use, ...]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._working: dict[str, int] = {}  # calls that look into a volume
@@ -147,6 +148,8 @@ class Attachments:
 
     async def make(self, name: str, quota: int) -> None:
         """See the contract."""
+        if await asyncio.to_thread(self.volumes.share):
+            self._renew()
         await self._blocking(name, lambda name: self.volumes.make(name, quota))
 
     async def remove(self, name: str) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import socket
 
     from ringfence.node.sandboxes import NodeSandbox
+    from ringfence.runtimes.context import RuntimeContext
 
 PROBED_FOR = 300.0  # seconds
 NOTED = 64  # a sandbox's output is written down so many times, at most, until it reaches its limit
@@ -62,7 +63,8 @@ class Hosting:
         self._probed = 0.0
         self._lock = -1
         self.name = os.uname().nodename
-        self.volumes = Attachments(volumes)
+        self.volumes = Attachments(volumes, self._renew)
+        self._former: list[RuntimeContext] = []
 
     @classmethod
     async def open(cls, state: Path | str | None, service: str, happened: OnHappened) -> Hosting:
@@ -105,10 +107,19 @@ class Hosting:
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
         try:
             await self.node.close()
+            for context in self._former:
+                await context.close()
         finally:
             self.volumes.volumes.close()
             os.close(self._lock)
             self._lock = -1
+
+    def _renew(self) -> None:
+        """Let another launcher start the sandboxes to come. Those that run stay with theirs."""
+        if self.node._context is not None:
+            self._former.append(self.node._context)
+            self.node._context = None
+            self.node._runtimes = {}
 
     # -- what there is
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from ringfence.conformance.suites.placements import spec, until
+from ringfence.guest.link import GuestLink
+from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import HostLimit, NotFound, RingfenceError
 from ringfence.node.sandboxes import NodeSandbox
+from ringfence.placement.contract import VolumeMount
 from ringfence.placement.hosting import Hosting
-from support.leaks import Leaks
+from support.leaks import Leaks, mounts
 
 
 @pytest.fixture
@@ -93,9 +97,6 @@ async def test_closing_undoes_what_is_half_made(node: Hosting) -> None:
 
 
 async def test_grace_is_the_workloads(node: Hosting) -> None:
-    from ringfence.guest.link import GuestLink
-    from ringfence.guest.processes import ProcessSpec
-
     wanted = spec()
     await node.start(wanted)
     async with await GuestLink.open(await node.connect(wanted.id), timeout=60) as link:
@@ -109,3 +110,23 @@ async def test_grace_is_the_workloads(node: Hosting) -> None:
             if said == b"ready\nasked\n":
                 break
     assert (await ending)["cause"] == "killed"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="volumes need root")
+async def test_the_first_volume_leaves_sandboxes_that_run_alone(node: Hosting) -> None:
+    home = str(node.node.state.path)
+    before, after = spec(), spec(volumes=(VolumeMount("vo-first", "/data", read_only=False),))
+    await node.start(before)
+    assert not [line for line in mounts() if home in line]  # a service without volumes mounts nothing
+    launcher = await node.node.launcher()
+    await node.volumes.make("vo-first", 32 << 20)
+    await node.start(after)
+    assert await node.node.launcher() != launcher
+    for wanted, script in ((before, "echo on"), (after, "echo on > /data/x; cat /data/x")):
+        async with await GuestLink.open(await node.connect(wanted.id), timeout=60) as link:
+            process = await link.start(ProcessSpec(("sh", "-c", script)))
+            assert b"".join([piece.data async for piece in process]) == b"on\n"
+        assert (await node.destroy(wanted.id, 0.0))["cause"] == "killed"
+    await node.volumes.remove("vo-first")
+    await node.close()
+    assert not [line for line in mounts() if home in line]
