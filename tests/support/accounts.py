@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,16 @@ def walls() -> Counter[str]:
     return found
 
 
+def disagreements(store: str, home: Path, grace: float = 60.0) -> list[str]:
+    """As :func:`differences`, once walls that were told to go are gone: the kernel takes its time."""
+    end = time.monotonic() + grace
+    while (found := differences(store, home)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
 def differences(store: str, home: Path) -> list[str]:
-    """Where store and machine disagree, a sentence each. Empty is good."""
+    """Where store and machine disagree now, a sentence each. Empty is good."""
     sandboxes = rows(store, "sandbox")
     states = {row["id"]: row["state"] for row in sandboxes}
     alive = {id for id, state in states.items() if state in ALIVE}

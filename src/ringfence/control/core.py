@@ -183,10 +183,11 @@ class Core:
     async def close(self) -> None:
         """Stop what is under way: the store says what the next process has to finish."""
         self.closing = True
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
+            for task in tasks:  # what is cancelled may begin something to the end of which others look
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)
 
     # -- rows
 

@@ -60,6 +60,7 @@ class Refilling:
         self._urged = asyncio.Event()
         self._warming = asyncio.Semaphore(core.settings.parallel_warming)
         self._started: dict[str, set[asyncio.Task[None]]] = {}
+        self._unwritten: dict[str, set[str]] = {}  # members decided on that have no row yet, by pool
         self._mine: dict[str, float] = {}  # leases, with when to renew them
         self._lapsed = 0.0
 
@@ -115,22 +116,26 @@ class Refilling:
             await self._failed(pool, error)
             return
         started = self._started.setdefault(pool.id, set())
+        # In this order, and the rows in one look: what is on its way may count twice, never not at all. What
+        # another process has begun counts until it is warm, or found to be dead.
+        unwritten = len(self._unwritten.get(pool.id, ()))
+        there = await core.store.count(KIND, states=[state.value for state in MEMBERS], key=key)
         warm = await core.store.count(KIND, states=[State.WARM.value], key=key)
-        # What another process has begun counts until it is warm, or found to be dead.
-        begun = await core.store.count(KIND, states=[State.WARMING.value], key=key)
         wanted = await self.wanted(pool)
         if pool.retry > core.now():
             return
         # After a failure one at a time, until one succeeds.
         limit = 1 if pool.failures else _MOST
-        missing = min(wanted - warm - begun, limit - len(started))
+        missing = min(wanted - there - unwritten, limit - len(started))
         room = 2 * core.settings.parallel_warming - len(started)
         for _ in range(min(missing, room)):
-            task = core.task(self._member(pool, key, digest))
+            id = new_id("sb")
+            self._unwritten.setdefault(pool.id, set()).add(id)
+            task = core.task(self._member(pool, key, digest, id))
             started.add(task)
             task.add_done_callback(started.discard)
             task.add_done_callback(lambda _: self._urged.set())
-        if warm > math.ceil(wanted * SPARE) + 1:
+        if warm > min(pool.max, math.ceil(wanted * SPARE) + 1):
             await self._surplus(key)
 
     async def wanted(self, pool: Pool) -> int:
@@ -163,52 +168,59 @@ class Refilling:
 
     # -- one member
 
-    async def _member(self, pool: Pool, key: str, digest: str) -> None:
+    async def _member(self, pool: Pool, key: str, digest: str, id: str) -> None:
+        try:
+            async with self._warming:
+                await self._made(pool, key, digest, id)
+        finally:
+            self._unwritten[pool.id].discard(id)
+
+    async def _made(self, pool: Pool, key: str, digest: str, id: str) -> None:
         core = self.core
-        async with self._warming:
-            token = core.token()
+        token = core.token()
+        try:
+            now = core.now()
+            policy = from_dict(dict(pool.policy))
+            limits = replace(policy.door.limits, timeout=2 * MEMBER_LIFE, idle=None)
+            policy = policy.with_door(limits=limits)
+            row = Row(
+                KIND,
+                id,
+                "",
+                State.WARMING.value,
+                key=key,
+                created=now,
+                document={
+                    "member": True,
+                    "pool": pool.id,
+                    "template": pool.template,
+                    "digest": digest,
+                    "policy": policy.to_dict(),
+                    "actor": token,
+                    "charged": charge(policy),
+                },
+            )
+            told = core.event("warming", row.id, "", pool=pool.id)
+            admitted = await core.admission.admission("", policy)
+            (row,) = await core.commit(Held(lease_of(pool.id), core.owner), Put(row), *admitted, told)
+            self._unwritten[pool.id].discard(id)
             try:
-                now = core.now()
-                policy = from_dict(dict(pool.policy))
-                limits = replace(policy.door.limits, timeout=2 * MEMBER_LIFE, idle=None)
-                policy = policy.with_door(limits=limits)
-                row = Row(
-                    KIND,
-                    new_id("sb"),
-                    "",
-                    State.WARMING.value,
-                    key=key,
-                    created=now,
-                    document={
-                        "member": True,
-                        "pool": pool.id,
-                        "template": pool.template,
-                        "digest": digest,
-                        "policy": policy.to_dict(),
-                        "actor": token,
-                        "charged": charge(policy),
-                    },
-                )
-                told = core.event("warming", row.id, "", pool=pool.id)
-                admitted = await core.admission.admission("", policy)
-                (row,) = await core.commit(Held(lease_of(pool.id), core.owner), Put(row), *admitted, told)
-                try:
-                    await self._start(pool, Sandbox.from_row(row), token, digest)
-                except BaseException as error:
-                    await core.whole(self._undo(row.id))
-                    if isinstance(error, RingfenceError):
-                        await self._failed(pool, error)
-                        return
-                    raise
-                if pool.failures:
-                    await self._note(pool, failures=0, error="", retry=0.0)
-                self.queues.signal(pool.id)
-            except QuotaExceeded as error:
-                await self._failed(pool, error)
-            except (LeaseLost, StoreUnavailable):
-                self._mine.pop(pool.id, None)
-            finally:
-                core.done(token)
+                await self._start(pool, Sandbox.from_row(row), token, digest)
+            except BaseException as error:
+                await core.whole(self._undo(row.id))
+                if isinstance(error, RingfenceError):
+                    await self._failed(pool, error)
+                    return
+                raise
+            if pool.failures:
+                await self._note(pool, failures=0, error="", retry=0.0)
+            self.queues.signal(pool.id)
+        except QuotaExceeded as error:
+            await self._failed(pool, error)
+        except (LeaseLost, StoreUnavailable):
+            self._mine.pop(pool.id, None)
+        finally:
+            core.done(token)
 
     async def _start(self, pool: Pool, sandbox: Sandbox, token: str, digest: str) -> None:
         core = self.core

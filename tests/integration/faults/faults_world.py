@@ -106,6 +106,7 @@ def crashes() -> Iterator[Crashes]:
         try:
             made.start()
             yield made
+            made.run(work=False, clear=True)
         finally:
             made.stop()
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from faults_world import FULL, Crashes
 
-from support.accounts import ALIVE, differences, rows, walls
+from support.accounts import ALIVE, differences, disagreements, rows, walls
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="without root no wall here can be frozen")
 
@@ -44,7 +44,7 @@ def at_rest(crashes: Crashes, *, clear: bool = False) -> None:
     """Whoever comes next brings all to rest, and store and machine agree."""
     answer = crashes.run(work=False, clear=clear)
     assert answer.get("settled") == "", f"{answer.get('settled')}\n{crashes.words()}"
-    found = differences(crashes.store, crashes.home)
+    found = disagreements(crashes.store, crashes.home)
     assert not found, "\n".join([*found[:20], crashes.words()])
 
 
@@ -113,7 +113,7 @@ def test_a_node_killed_at_any_moment_costs_no_sandbox(crashes: Crashes) -> None:
         assert answer["code"] == 0, crashes.words()
         unharmed(answer)
         assert answer["settled"] == "", answer["settled"] + crashes.words()
-        found = differences(crashes.store, crashes.home)
+        found = disagreements(crashes.store, crashes.home)
         assert not found, "\n".join([*found[:20], crashes.words()])
     at_rest(crashes, clear=True)
 
@@ -122,7 +122,7 @@ def test_the_accounts_notice_what_is_wrong(crashes: Crashes) -> None:
     """Positive control: each kind of disagreement is seen."""
     answer = crashes.run(seconds=2.0)
     assert answer["code"] == 0, crashes.words()
-    assert differences(crashes.store, crashes.home) == []
+    assert disagreements(crashes.store, crashes.home) == []
     alive = [row["id"] for row in rows(crashes.store, "sandbox") if row["state"] in ALIVE]
     assert alive
     assert all(walls()[id] == 1 for id in alive)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from faults_world import FULL, Crashes
 
-from support.accounts import differences
+from support.accounts import disagreements
 from support.leaks import Leaks
 from support.postgres import PostgresServer, postgres
 
@@ -45,8 +45,8 @@ def test_each_survives_the_others_end(pair: tuple[Crashes, Crashes]) -> None:
         assert answer["code"] == 0, living.words()
         assert not answer["faults"], answer["faults"][0]
         assert answer["settled"] == "", answer["settled"] + living.words()
-        found = differences(living.store, living.home)
+        found = disagreements(living.store, living.home)
         assert not found, "\n".join([*found[:20], living.words()])
     answer = pair[0].run(owner="api-last", work=False, clear=True)
     assert answer["settled"] == "", pair[0].words()
-    assert not differences(pair[0].store, pair[0].home)
+    assert not disagreements(pair[0].store, pair[0].home)
