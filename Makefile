@@ -42,13 +42,14 @@ format: ## what `make check` would complain about and ruff can mend
 
 bench: ## cold start, exec, rate, memory, beside bwrap and runc in the same run
 	@scripts/setup.sh test
-	@$(PYTHON) -m ringfence bench $(BENCH_ARGS)
+	@$(PYTHON) -m ringfence bench $(BENCH_ARGS); one=$$?; $(PYTHON) -m ringfence bench --api $(BENCH_API_ARGS) && exit $$one
 
 figures: ## the same, and into docs/SPECIFICATION.md
 	@scripts/setup.sh test
 	@mkdir -p build
 	@$(PYTHON) -m ringfence bench $(BENCH_ARGS) --json > build/bench.json || test -s build/bench.json
-	@$(PYTHON) scripts/spec_figures.py build/bench.json
+	@$(PYTHON) -m ringfence bench --api $(BENCH_API_ARGS) --json > build/bench-api.json || test -s build/bench-api.json
+	@$(PYTHON) scripts/spec_figures.py build/bench.json build/bench-api.json
 
 matrix: ## conformance, probe and bench of every runtime that works here, into docs/matrix.md and README.md
 	@scripts/setup.sh test
