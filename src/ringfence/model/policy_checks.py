@@ -212,9 +212,11 @@ def _trust(policy: Policy) -> Iterator[Problem]:
             "learn with preset trusted, then use the proposal",
         )
     if trust == "untrusted" and network.mode != "none" and secrets(policy):
-        index = next((number for number, rule in enumerate(network.allow) if rule.inject), None)
+        with_one = [
+            f"network.allow[{number}].inject" for number, rule in enumerate(network.allow) if rule.inject
+        ]
         yield Problem(
-            "network.inference.inject" if index is None else f"network.allow[{index}].inject",
+            with_one[0] if with_one else "network.inference.inject",
             "untrusted code would act with a secret of yours: private "
             "data, untrusted input and outbound access meet",
             "remove inject, or start from controlled",
@@ -229,14 +231,23 @@ def warnings(policy: Policy) -> list[str]:
     private += [f"the secret {name}" for name in secrets(policy)]
     # Input can be trusted only where somebody vouched for the code *and* it reads nothing from strangers.
     untrusted_input = policy.trust != "trusted" or network.mode == "open"
-    outbound = network.mode == "open" or (network.mode == "egress" and bool(network.allow))
+    outbound = network.mode == "open" or (
+        network.mode == "egress" and bool(network.allow or network.inference or network.learn)
+    )
     if private and untrusted_input and outbound:
-        where = "anywhere" if network.mode == "open" else ", ".join(rule.host for rule in network.allow[:3])
+        hosts = [rule.host for rule in network.allow[:3]]
+        if network.inference is not None:
+            hosts.append(network.inference.upstream)
+        where = "anywhere" if network.mode == "open" or network.learn else ", ".join(hosts)
         found.append(
             f"private data ({', '.join(private[:3])}), untrusted input and outbound access ({where}) meet in "
             "one sandbox: whoever can talk the code into it can have the data sent out. Remove one of them."
         )
-    if network.mode == "egress" and not network.allow:
+    if (
+        network.mode == "egress"
+        and not (network.allow or network.inference or network.learn)
+        and (network.on_unknown == "deny")
+    ):
         found.append("network.mode is egress but no host is allowed: nothing can be reached.")
     for rule in network.allow:
         if rule.host.startswith("*.") and "." not in rule.host[2:]:

@@ -34,3 +34,21 @@ def test_ways_to_inject_on_the_page_are_all_of_them() -> None:
 
     table = PAGE[PAGE.index("| `inject` |") :].partition("\n\n")[0]
     assert set(re.findall(r"`\{(\w+):", table)) == set(INJECTIONS)
+
+
+def test_untrusted_code_gets_no_credential_by_the_guard_either() -> None:
+    from ringfence.model.errors import PolicyError
+
+    network = {
+        "mode": "egress",
+        "inference": {"upstream": "https://a.example/v1", "inject": {"bearer": "{{secret:k}}"}},
+    }
+    document = {"apiVersion": "ringfence/v1", "kind": "Policy", "network": network}
+    with pytest.raises(PolicyError) as caught:
+        policies.from_dict(document | {"preset": "untrusted"})
+    assert caught.value.details["field"] == "network.inference.inject"
+    policy = policies.from_dict(document | {"preset": "controlled"})  # the control
+    [sentence] = policies.warnings(policy)
+    assert "private data (the secret k)" in sentence and "https://a.example/v1" in sentence
+    with pytest.raises(PolicyError, match="learn"):
+        policies.from_dict(document | {"preset": "controlled", "network": {"mode": "egress", "learn": True}})
