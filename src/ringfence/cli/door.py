@@ -15,7 +15,7 @@ from ringfence.model.errors import GuestRefused, RuntimeUnavailable
 if TYPE_CHECKING:
     from ringfence.egress.client import Doors
 
-_NEEDED = ("h11", "h2", "cryptography", "idna")  # of the extra `egress`
+_NEEDED = ("h2", "cryptography", "idna")  # of the extra `egress`
 _MOST_AUTHORITIES = 512 * 1024  # bytes
 _MOST_TOLD = 20  # refusals that are printed; the log has them all
 
