@@ -286,6 +286,7 @@ async def settle(control: Control, *, empty: bool, seconds: float = 60.0) -> str
         going = ["making"] if not empty else []
         half += [f"snapshot {row.id}" for row in await control.store.find("snapshot", states=going)]
         half += [f"{id} exists" for id in exist - living] + [f"{id} is lost" for id in living - exist]
+        half += [f"ticket {row.id}" for row in await control.store.find("ticket", limit=10_000)]
         moving = ", ".join(half[:10])
         if not half:
             return ""

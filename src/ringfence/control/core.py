@@ -29,6 +29,7 @@ from ringfence.store.contract import Change, Event, Put, Row, Store
 
 log = logging.getLogger("ringfence.control")
 _Result = TypeVar("_Result")
+CLOSINGS, CLOSING_TIME = 10, 5.0  # rounds, seconds each: work that is stopped when a process ends
 CONFLICTS = 20  # changes by others that one change of a row gives way to
 
 
@@ -183,11 +184,8 @@ class Core:
     async def close(self) -> None:
         """Stop what is under way: the store says what the next process has to finish."""
         self.closing = True
-        while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
-            for task in tasks:  # what is cancelled may begin something to the end of which others look
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0)
+        for _ in range(CLOSINGS):  # what is cancelled may begin something; the next process finishes that
+            await stopped(self._tasks)
 
     # -- rows
 
@@ -366,8 +364,7 @@ class Core:
                     raise DeadlineExceeded(
                         f"{id} is {sandbox.state.value} still", hint="wait longer", state=sandbox.state.value
                     )
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), left)
+                await passed(changed, left)
 
     async def watch(self) -> None:
         """Wake whoever waits for what other processes change, until cancelled."""
@@ -381,6 +378,25 @@ class Core:
                 self.stale("")
                 self.wake("")
             await asyncio.sleep(0.5)
+
+
+async def passed(event: asyncio.Event, seconds: float) -> None:
+    """Return when it is set, or after so many seconds. (``wait_for`` may lose a cancellation.)"""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+async def stopped(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they have ended."""
+    left = {task for task in tasks if task is not asyncio.current_task()}
+    for _ in range(CLOSINGS):
+        if not left:
+            return
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CLOSING_TIME)
+    log.warning("still at work: %s", [str(task.get_coro()) for task in left])
 
 
 def _nothing(_: Any) -> None:

@@ -137,7 +137,7 @@ class Ending:
         elif end and document.get("exit_code") is None and end.get("exit_code") is not None:
             facts |= {"exit_code": end["exit_code"], "reported": bool(end.get("reported"))}
         changes = await self.released(sandbox)
-        if document.get("member"):
+        if document.get("member") and not document.get("killed_by"):
             return await self._gone(sandbox, changes)
         state = State.FAILED if document.get("final") == State.FAILED.value else State.STOPPED
         changes = (*changes, *await idempotency.settled(core, sandbox))
@@ -149,7 +149,7 @@ class Ending:
             token=token,
             changes=changes,
             data={"cause": cause},
-            drop=("actor", "retry", "removals", "asleep", "missing"),
+            drop=("actor", "retry", "removals", "asleep", "missing", "member"),
             **facts,
         )
         self.links.forget(sandbox.id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import time
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ringfence.control.core import Core
+from ringfence.control.core import Core, passed
 from ringfence.control.records import KIND, Sandbox
 from ringfence.model import errors
 from ringfence.model.errors import DeadlineExceeded, IdempotencyConflict, NotFound, RingfenceError
@@ -77,10 +76,7 @@ async def replay(core: Core, principal: Principal, key: str, digest: str) -> str
                 return str(row.document["sandbox"])
             if row.state == CLAIMING and (found := await _claimed(core, row)) is not None:
                 return found
-            try:
-                await asyncio.wait_for(changed.wait(), 0.2)
-            except TimeoutError:
-                continue
+            await passed(changed, 0.2)
 
 
 async def _claimed(core: Core, key: Row) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence.control import idempotency
-from ringfence.control.core import Core, log
+from ringfence.control.core import Core, log, passed
 from ringfence.control.pools import RATE, TICKET, TURNS, Pool
 from ringfence.control.records import CreateSandbox, Sandbox
 from ringfence.model.errors import Conflict, NotFound, QuotaExceeded, RingfenceError
@@ -218,8 +218,7 @@ class Queues:
                 log.warning("queue of %s: %s", pool, error)
                 served = False
             if not served:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(signal.wait(), LOOK)
+                await passed(signal, LOOK)
         self._signals.pop(pool, None)
 
     async def _first(self, pool: str, waiters: dict[str, Waiter]) -> bool:
@@ -299,10 +298,9 @@ class Queues:
 
     async def tidy(self) -> None:
         """Remove tickets whose time is over and whose process is dead."""
-        now = self.core.now()
-        for ticket in await self.core.store.due(TICKET, now - 2.0):
+        for ticket in await self.core.store.find(TICKET, limit=_MOST):
             if ticket.id not in self._waiters.get(ticket.key, {}):
-                await self.remove(ticket)
+                await self._gone(ticket)
 
 
 def left(ticket: Row) -> Add:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ringfence.control.core import Core, log
+from ringfence.control.core import Core, log, passed
 from ringfence.control.ending import Ending
 from ringfence.control.pools import BELIEVED, POOL, RATE, Pool, Pools
 from ringfence.control.queueing import Queues
@@ -79,8 +79,7 @@ class Refilling:
             except Exception:
                 log.exception("pools")
             await asyncio.sleep(SEEN)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._urged.wait(), LOOK)
+            await passed(self._urged, LOOK)
 
     async def look(self) -> None:
         """One look at every pool that is this process's to fill."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ringfence.control.claiming import Claims
-from ringfence.control.core import Admission, Core, Settings
+from ringfence.control.core import Admission, Core, Settings, stopped
 from ringfence.control.ending import Ending
 from ringfence.control.jobs import Jobs
 from ringfence.control.jobs_running import Runner
@@ -118,9 +118,7 @@ class Control:
 
     async def close(self) -> None:
         """Stop the background work, let go of links. Sandboxes live on. Idempotent."""
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await stopped(self._background)
         self._background = []
         await self.core.close()
         await self.links.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ringfence.control.core import Settings
+from ringfence.control.core import Settings, stopped
 from ringfence.control.records import KIND, MEMBERS, CreateSandbox, Sandbox
 from ringfence.control.service import Control
 from ringfence.model.policy import Limits, Policy
@@ -49,11 +49,9 @@ class World:
         """As `kill -9`: what it was doing stops in the middle, nothing is given back or said."""
         self.controls.remove(control)
         tasks = [*control._background, *control.core._tasks]
-        for task in tasks:
-            task.cancel()
         release, control.store.release = control.store.release, _nothing  # type: ignore[method-assign]
         commit, control.store.commit = control.store.commit, _nothing  # type: ignore[method-assign]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stopped(tasks)
         control.store.release, control.store.commit = release, commit  # type: ignore[method-assign]
         if control._quotas is not None:
             await control._quotas.close()
