@@ -17,6 +17,7 @@ from ringfence.runtimes.launching.hints import failure
 from ringfence.runtimes.launching.plan import MAX_BYTES, Plan
 from ringfence.runtimes.launching.processes import kill_tree, readable
 
+LATE = 5.0  # seconds that a start under way is waited for at the end
 _MAGIC = 0x314C4652
 _REQUEST = struct.Struct("<IIII")
 _REPLY = struct.Struct("<IIiiiIIIQ32s")
@@ -123,6 +124,13 @@ class Launcher:
 
     async def close(self) -> None:
         """Let go: ephemeral children are killed, kept ones live on. Idempotent."""
+        if self._sock.fileno() < 0:
+            return
+        # Walls to keep that are being made for somebody who is gone: killed as soon as they are heard of, and
+        # without our socket nobody would hear of them.
+        late = [answer for _, keep, answer in self._starting.values() if keep]
+        if late:
+            await asyncio.wait(late, timeout=LATE)
         if self._sock.fileno() < 0:
             return
         self._loop.remove_reader(self._sock.fileno())
