@@ -97,6 +97,12 @@ class JobFiles:
             while piece := await asyncio.to_thread(file.read, _CHUNK):
                 yield piece
 
+    def drop(self, job: str, digests: set[str]) -> None:
+        """Remove some content. Idempotent."""
+        for digest in digests:
+            if _DIGEST.match(digest):
+                (self.folder(job) / digest).unlink(missing_ok=True)
+
     def remove(self, job: str) -> None:
         """Remove all that a job has here. Idempotent."""
         shutil.rmtree(self.folder(job), ignore_errors=True)

@@ -238,6 +238,9 @@ class Runner:
                 await self._finish(row, principal, over)
             except QuotaExceeded as error:  # no room now: it was no attempt
                 await self._wait(row, float(error.details.get("retry_after") or 2.0))
+            except OSError as error:  # our own disk
+                lost = _Over(cause="lost", detail=f"the service could not keep its output: {error.strerror}")
+                await self._finish(row, principal, lost)
             except _TRANSIENT as error:
                 await self._finish(
                     row, principal, _Over(cause="lost", detail=error.message, error=error.as_dict())
@@ -323,7 +326,7 @@ class Runner:
         files = self.jobs.files
         assert files is not None
         try:
-            record = await asyncio.to_thread(Log, files.log(row.id, len(row.document["attempts"])), MOST_LOG)
+            record = Log(files.log(row.id, len(row.document["attempts"])), MOST_LOG)
         except Conflict as error:  # who had it before has not noticed yet: another look takes it again
             raise _TakenOver(error.message) from None
         try:
@@ -517,14 +520,17 @@ class Runner:
                 await self.core.commit(Put(changed), *storage, self.jobs.told(row, name))
                 return
             except QuotaExceeded as error:
+                assert self.jobs.files is not None
+                inputs = set(row.document["spec"]["files"].values())
+                left = {each["sha256"] for each in changed.document.get("artifacts", ())} - inputs
+                # Before it is known to have ended: it may be retried the moment after.
+                await asyncio.to_thread(self.jobs.files.drop, id, left)
                 kept = {**changed.document, "artifacts": [], "cause": "outputs", "error": error.as_dict()}
                 kept |= {"detail": error.message, "charged": int(row.document.get("charged", 0))}
                 with contextlib.suppress(Conflict):
                     await self.core.commit(
                         Put(replace(changed, state=FAILED, document=kept)), self.jobs.told(row, FAILED)
                     )
-                    assert self.jobs.files is not None
-                    await asyncio.to_thread(self.jobs.files.remove, id)
                     return
             except Conflict:
                 continue
