@@ -192,6 +192,7 @@ class Claims:
             error = StartFailed("the service was restarted while it waited in a queue", step="queue")
             await self.starting.fail(sandbox, token, error)
             return
+        left = min(left, max(1.0, sandbox.created + pools[0].queue_seconds - core.now()))
         with contextlib.suppress(NotFound):
             await self.queues.remove(await core.store.get(TICKET, str(sandbox.document["queued"])))
         ticket = self.queues.ticket(pools[0], sandbox.project, left)
