@@ -92,6 +92,8 @@ class Messages:
             return
         except OSError:
             data, descriptors = b"", []
+        for number in descriptors:  # before Python 3.12 recv_fds drops the flag that says so
+            os.set_inheritable(number, False)
         self._descriptors.extend(descriptors)
         self._held += data
         if not data:

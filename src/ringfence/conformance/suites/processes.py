@@ -27,6 +27,19 @@ class ProcessSuite(RuntimeSuite):
             assert (done.exit.code, done.exit.signal) == (code, None)
 
     @needs("programs")
+    async def test_output_that_nobody_wants_goes_to_dev_null(self, kit: Kit) -> None:
+        link = await kit.started()
+        done = await run(
+            link,
+            "/bin/sh",
+            "-c",
+            "echo no > /dev/null && echo no >> /dev/null; cat < /dev/zero | head -c 3 | wc -c",
+        )
+        assert (done.text, done.exit.code) == ("3", 0)
+        done = await run(link, "/bin/sh", "-c", "echo x > /dev/mine")
+        assert done.exit.code != 0
+
+    @needs("programs")
     async def test_a_signal_that_kills_comes_through(self, kit: Kit) -> None:
         link = await kit.started()
         done = await run(link, "/bin/sh", "-c", "kill -SEGV $$")

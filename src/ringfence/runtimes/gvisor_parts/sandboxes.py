@@ -114,13 +114,16 @@ def document(spec: StartSpec, gpus: Edits | None = None) -> dict[str, Any]:
     # gVisor's kernel counts the workload's processes; the host's pids group sees the sentry's threads.
     limits.append({"type": "RLIMIT_NPROC", "soft": spec.max_processes, "hard": spec.max_processes})
     process["rlimits"] = limits
+    for mount in found["mounts"]:
+        if mount["destination"] == "/dev":
+            # gVisor refuses O_CREAT below what is read-only, also of what is there: no shell could write to
+            # /dev/null. The folder is root's, so nobody else makes files in it. (And runsc makes a GPU's
+            # nodes after it has mounted that.)
+            mount["options"] = [option for option in mount["options"] if option != "ro"]
     if gpus is not None:
         from ringfence.runtimes.gpu import handing
 
         linux["devices"] = handing.oci_devices(gpus)
-        for mount in found["mounts"]:
-            if mount["destination"] == "/dev":  # runsc makes the nodes after it has mounted that
-                mount["options"] = [option for option in mount["options"] if option != "ro"]
     return found
 
 
