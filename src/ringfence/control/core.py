@@ -409,5 +409,10 @@ def wrong_state(sandbox: Sandbox, to: State | None = None) -> WrongState:
     what = f"sandbox {sandbox.id} is {sandbox.state.value}{ended}"
     if to is not None:
         what += f" and can't go to {to.value}"
-    hint = "make another one" if sandbox.final else "wait for it: `ringfence sandbox wait`"
+    if sandbox.final:
+        hint = "make another one"
+    elif sandbox.state is State.PAUSED:
+        hint = f"let it go on: `ringfence sandbox resume {sandbox.id}`"
+    else:
+        hint = "wait for it: `ringfence sandbox wait`"
     return WrongState(what, hint=hint, state=sandbox.state.value, cause=sandbox.cause)

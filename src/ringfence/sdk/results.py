@@ -115,6 +115,11 @@ class FileInfo:
     target: str | None = None
 
     @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
     def is_dir(self) -> bool:
         """Whether it is a folder."""
         return self.type == "directory"
