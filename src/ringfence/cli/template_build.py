@@ -98,7 +98,7 @@ def policy_of(options: argparse.Namespace) -> Policy:
         "timeout": "1h" if own else None,
     }
     unasked = dict.fromkeys(("user", "cpu_time", "net", "size", "gpus"))
-    lists: dict[str, Any] = {"mount": [], "allow_dangerous_mount": []}
+    lists: dict[str, Any] = {"mount": [], "allow_dangerous_mount": [], "allow": []}
     given = {name: known[name] if known.get(name) is not None else value for name, value in defaults.items()}
     whole = argparse.Namespace(
         **unasked, **lists, **given, readonly=False, output="256M" if own else None,

@@ -214,3 +214,9 @@ class GuestRefused(GuestError):
         text = f"{message}: {os.strerror(number)}" if message else os.strerror(number)
         super().__init__(text, errno=name, **details)
         self.errno = number
+
+
+def by_code() -> dict[str, type[RingfenceError]]:
+    """The errors of this module by their codes: what another process's error is made into again."""
+    kinds = [each for each in globals().values() if isinstance(each, type)]
+    return {kind.code: kind for kind in kinds if issubclass(kind, RingfenceError)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno as _errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -117,10 +117,4 @@ def error_from_json(value: Mapping[str, Any]) -> RingfenceError:
     return error
 
 
-def _tree(kind: type[RingfenceError]) -> Iterator[type[RingfenceError]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _tree(below)
-
-
-_KINDS = {kind.code: kind for kind in _tree(errors.RingfenceError)}
+_KINDS = errors.by_code()

@@ -50,14 +50,7 @@ PASSING = frozenset(
 )
 
 
-def _tree(base: type[RingfenceError]) -> dict[str, type[RingfenceError]]:
-    found = {base.code: base}
-    for below in base.__subclasses__():
-        found |= _tree(below)
-    return found
-
-
-CLASSES = _tree(RingfenceError)
+CLASSES = errors.by_code() | {ServiceUnreachable.code: ServiceUnreachable}
 
 
 def from_object(
