@@ -49,6 +49,7 @@ class H2Requests:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._resets = 0
+        self.early = False  # a request was answered before its body had come
 
     async def serve(self) -> None:
         """Serve until the client leaves, or breaks the protocol."""
@@ -76,6 +77,8 @@ class H2Requests:
                     events = self.h2.receive_data(data)
                 except h2.exceptions.ProtocolError as error:
                     await self.flush()
+                    if self.early and isinstance(error, h2.exceptions.InvalidBodyLengthError):
+                        break  # a client that was refused may spare itself the rest: no fault of its own
                     raise BadMessage(f"HTTP/2 is broken: {type(error).__name__}") from None
                 for event in events:
                     self._handle(event)
@@ -103,6 +106,7 @@ class H2Requests:
         front = self._fronts.get(number) if number else None
         if isinstance(event, h2.events.RequestReceived):
             made = H2Front(self, event.stream_id)
+            made.ended = event.stream_ended is not None
             self._fronts[event.stream_id] = made
             task = asyncio.get_running_loop().create_task(self._one(made, event))
             made.task = task
@@ -224,9 +228,11 @@ class H2Front:
         self._requests = requests
         self._queue: asyncio.Queue[tuple[bytes, int]] = asyncio.Queue()
         self._unread = 0
+        self.ended = False  # the request, body and all
 
     def fed(self, data: bytes, size: int) -> None:
         """A piece of the body; the empty one is its end. ``size``: what it took of the window."""
+        self.ended = self.ended or not (size or data)
         self._unread += size
         self._queue.put_nowait((data, size))
 
@@ -309,6 +315,7 @@ class H2Front:
     async def say(self, error: Refused | Unreachable) -> None:
         """What the proxy itself has to say."""
         response, body = answer(self._requests.door, error)
+        self._requests.early = self._requests.early or not self.ended
         with contextlib.suppress(*BROKEN, h2.exceptions.ProtocolError):
             await self.start(response)
             await self.piece(body)
