@@ -86,9 +86,11 @@ class AsyncTunnel:
 
         try:
             socket = await self._transport.connect(self._path)
-        except RingfenceError as error:
-            self._failure = error
+        except BaseException as error:
             writer.transport.abort()
+            if not isinstance(error, RingfenceError):
+                raise
+            self._failure = error
             return
 
         async def outward() -> None:
@@ -111,7 +113,7 @@ class AsyncTunnel:
             for half in halves:
                 half.cancel()
             await asyncio.gather(*halves, return_exceptions=True)
+            writer.close()  # before anything that a cancellation may cut short
             await socket.close()
-            writer.close()
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await writer.wait_closed()

@@ -16,7 +16,6 @@ GVISOR: dict[str, tuple[str, str]] = {
     "ringfence-folder-write": ("denied:EACCES", ""),
     "set-user-id-made-inside": ("denied:EPERM", ""),
     "overlay-marks": ("denied:ENOTSUP", ""),
-    "set-user-id": ("denied:EROFS", ""),
     # processes
     "become-another": ("denied:EPERM", ""),
     "host-pidfd_getfd": ("denied:ENOSYS", _NO_SUCH),
