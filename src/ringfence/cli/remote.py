@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ringfence.sdk.sandbox import AsyncSandbox
     from ringfence.sdk.service import AsyncService
 
+_PATIENCE = 3.0  # seconds for a service that is not there, or full: somebody looks at an idle terminal
 _Result = TypeVar("_Result")
 Work = Callable[[argparse.Namespace], int]
 
@@ -66,11 +67,16 @@ def _called(module: str, name: str, options: argparse.Namespace) -> int:
 def with_service(work: Callable[[AsyncService], Awaitable[_Result]]) -> _Result:
     """Do something with the configured service."""
     import asyncio
+    from dataclasses import replace
 
+    from ringfence.sdk import settings
     from ringfence.sdk.service import AsyncService
 
+    found = settings.find()
+    patient = found and replace(found, retry_for=_PATIENCE)
+
     async def do() -> _Result:
-        async with AsyncService() as service:
+        async with AsyncService(settings=patient) as service:
             return await work(service)
 
     return asyncio.run(do())
