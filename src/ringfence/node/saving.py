@@ -221,7 +221,7 @@ async def _layer(node: Node, sandbox: NodeSandbox, work: Path) -> tuple[str, tup
             else:
                 raise WrongState(
                     f"the files of {sandbox.id} change while they are copied ({different!r}), "
-                    "and this sandbox can't be frozen",
+                    + ("although it is frozen" if how == "frozen" else "and this sandbox can't be frozen"),
                     hint="stop what writes there, or run as root, where it can be",
                 )
     except PermissionError as error:
