@@ -179,14 +179,14 @@ def overview(run: Table) -> list[str]:
     for name in order(run):
         entry = run["runtimes"].get(name)
         if entry is None:
-            lines.append(row(f"`{name}`", *[NOTHING] * 3, "not run here", *[NOTHING] * 4))
+            lines.append(row(f"`{name}`", *[NOTHING] * 3, "not in this run", *[NOTHING] * 4))
             continue
         rootless = "yes" if name in RUNTIMES and RUNTIMES[name]["user"].rootless else NOTHING
         facts = (f"`{name}`", entry["level"], entry["boundary"], rootless)
         if entry["ran"]:
             figures = (cold(entry), memory(entry), suite(entry), probe(entry), attacks(name))
         else:
-            figures = ("not run here", *[NOTHING] * 3, attacks(name))
+            figures = ("not in this run", *[NOTHING] * 3, attacks(name))
         lines.append(row(*facts, *figures))
     return lines
 

@@ -225,7 +225,7 @@ async def test_egress_without_a_door_reaches_nothing(node: Node) -> None:
     sandbox = await node.create(SandboxRequest(policy=Policy().with_door(network=Network("egress"))))
     try:
         assert (await sandbox.boundary()).network == "egress"
-        script = 'echo $https_proxy; for port in 61128 61080 61443; do : < /dev/tcp/127.0.0.1/$port; done'
+        script = "echo $https_proxy; for port in 61128 61080 61443; do : < /dev/tcp/127.0.0.1/$port; done"
         _, text = await run(sandbox, "/bin/bash", "-c", script)
         assert text.startswith("http://127.0.0.1:61128\n")
         assert text.count("connect: Connection refused") == 3, text
