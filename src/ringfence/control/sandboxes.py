@@ -22,6 +22,7 @@ from ringfence.model.errors import (
     NotFound,
     QuotaExceeded,
     RingfenceError,
+    Unsupported,
     WrongState,
 )
 from ringfence.model.ids import new_id
@@ -57,6 +58,7 @@ class Sandboxes:
         self.starting = starting
         self.powers = powers
         self.claims: Claims | None = None
+        self.has_door: Callable[[], bool] = lambda: self.starting.doors is not None
 
     # -- create
 
@@ -100,6 +102,12 @@ class Sandboxes:
 
     async def _create(self, principal: Principal, request: CreateSandbox) -> Sandbox:
         request = await self._completed(principal, request)
+        if request.policy.door.network.mode == "egress" and not self.has_door():
+            raise Unsupported(
+                "this service has no door to the network",
+                hint="start it without --no-egress and with the extra `egress`, or ask for network mode none",
+                capability="egress",
+            )
         if self.claims is not None:
             served = await self.claims.serve(principal, request)
             if served is not None:

@@ -79,7 +79,12 @@ class Control:
         self.claims = Claims(self.core, self.pools, self.queues, self.sandboxes, self.ending, self.starting)
         self.volumes = Volumes(self.core)
         self.reconciler.also.append(self.volumes.sweep)
-        self.jobs = Jobs(self.core, files, egress=lambda: bool(egress or self.ending.doors))
+
+        def has_door() -> bool:  # also in the moments before the doors are wired, after a restart
+            return bool(egress or self.ending.doors)
+
+        self.sandboxes.has_door = has_door
+        self.jobs = Jobs(self.core, files, egress=has_door)
         self.runner = Runner(self, self.jobs)
         self.pools.urge = self.refilling.urge
         self.pools.roomier = self.queues.signal

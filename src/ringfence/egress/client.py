@@ -191,7 +191,7 @@ class Doors:
         if waiter is None or waiter.done():
             return
         if "error" in message:
-            waiter.set_exception(_error(message["error"]))
+            waiter.set_exception(errors.from_dict(message["error"]))
         else:
             waiter.set_result(message.get("result"))
 
@@ -445,16 +445,3 @@ def _environment() -> dict[str, str]:
 
 def _values(spec: DoorSpec) -> dict[str, Any]:
     return asdict(spec) | {"lineage": list(spec.lineage)}
-
-
-def _error(values: dict[str, Any]) -> RingfenceError:
-    """The error that the process met, as one of ours."""
-    for kind in vars(errors).values():
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, RingfenceError)
-            and kind.code == values.get("code")
-            and kind is not errors.GuestRefused
-        ):
-            return kind(values.get("message", ""), hint=values.get("hint", ""), **values.get("details", {}))
-    return RingfenceError(values.get("message", "the egress proxy failed"), hint=values.get("hint", ""))

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import errno as _errno
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -220,3 +221,16 @@ def by_code() -> dict[str, type[RingfenceError]]:
     """The errors of this module by their codes: what another process's error is made into again."""
     kinds = [each for each in globals().values() if isinstance(each, type)]
     return {kind.code: kind for kind in kinds if issubclass(kind, RingfenceError)}
+
+
+def from_dict(value: Mapping[str, Any]) -> RingfenceError:
+    """What :meth:`RingfenceError.as_dict` gave, in another process; of an unknown code a plain one."""
+    kind = by_code().get(str(value.get("code")), RingfenceError)
+    error = kind.__new__(kind)
+    message = str(value.get("message", ""))
+    Exception.__init__(error, message)
+    error.message, error.hint = message, str(value.get("hint", ""))
+    error.details = dict(value.get("details") or {})
+    if isinstance(error, GuestRefused):
+        error.errno = getattr(_errno, str(error.details.get("errno")), 0)
+    return error

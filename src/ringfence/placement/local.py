@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ringfence.model import errors
 from ringfence.model.errors import NodeUnavailable, ProtocolViolation
 from ringfence.placement import wire
 from ringfence.placement.contract import Capacity, Happened, Placed, PlacedSpec
@@ -23,7 +24,6 @@ from ringfence.placement.values import (
     VERSION,
     decode,
     encode,
-    error_from_json,
     placed_from_json,
     spec_as_json,
 )
@@ -377,7 +377,7 @@ class _Link:
         if kind == wire.RESULT:
             future.set_result((decode(payload), descriptor))
         elif kind == wire.ERROR:
-            future.set_exception(error_from_json(decode(payload)))
+            future.set_exception(errors.from_dict(decode(payload)))
         else:
             raise ProtocolViolation(f"a client gets no frames of kind {kind}")
         if number in self._streams:

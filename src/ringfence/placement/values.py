@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno as _errno
 import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ringfence.model import errors
-from ringfence.model.errors import GuestRefused, InvalidRequest, RingfenceError
+from ringfence.model.errors import InvalidRequest, RingfenceError
 from ringfence.placement.contract import Placed, PlacedSpec, VolumeMount
 
 VERSION = 1
@@ -102,19 +100,3 @@ def placed_from_json(value: Mapping[str, Any]) -> Placed:
 def error_as_json(error: RingfenceError) -> dict[str, Any]:
     """An error as it is sent; what is not JSON in its details becomes text."""
     return json.loads(json.dumps(error.as_dict(), default=str))  # type: ignore[no-any-return]
-
-
-def error_from_json(value: Mapping[str, Any]) -> RingfenceError:
-    """The same error again, by its code; one of a code that nobody knows is a plain ``RingfenceError``."""
-    kind = _KINDS.get(str(value.get("code")), RingfenceError)
-    error = kind.__new__(kind)
-    message = str(value.get("message", ""))
-    Exception.__init__(error, message)
-    error.message, error.hint = message, str(value.get("hint", ""))
-    error.details = dict(value.get("details") or {})
-    if isinstance(error, GuestRefused):
-        error.errno = getattr(_errno, str(error.details.get("errno")), 0)
-    return error
-
-
-_KINDS = errors.by_code()

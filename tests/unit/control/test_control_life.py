@@ -22,7 +22,7 @@ from ringfence.model.errors import (
     Unsupported,
     WrongState,
 )
-from ringfence.model.policy import Limits, Policy, Resources
+from ringfence.model.policy import Limits, Network, Policy, Resources
 from ringfence.model.states import State
 from support.services import MALLORY
 
@@ -526,3 +526,11 @@ async def test_a_node_that_is_away_costs_no_state(world: World, control: Control
     assert Sandbox.from_row(await control.store.get(KIND, made.id)).state is State.PAUSING
     world.faults.down = False
     await state_of(control, made.id, State.PAUSED)
+
+
+async def test_a_door_that_the_service_does_not_have_is_refused_at_once(control: Control) -> None:
+    asking = asked(policy=Policy().with_door(network=Network(mode="egress")))
+    with pytest.raises(Unsupported) as caught:
+        await control.sandboxes.create(ALICE, asking)
+    assert caught.value.details["capability"] == "egress"
+    assert await control.sandboxes.list(ALICE) == []

@@ -60,7 +60,7 @@ def test_specs_and_sandboxes_come_back_as_they_went() -> None:
     ],
 )
 def test_errors_come_back_as_they_went(error: RingfenceError) -> None:
-    again = values.error_from_json(json.loads(json.dumps(values.error_as_json(error))))
+    again = errors.from_dict(json.loads(json.dumps(values.error_as_json(error))))
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert (again.message, again.hint) == (error.message, error.hint)
@@ -76,8 +76,8 @@ def test_every_error_has_a_code_of_its_own() -> None:
     ]
     assert len({kind.code for kind in kinds}) == len(kinds)
     for kind in kinds:
-        assert type(values.error_from_json({"code": kind.code, "message": "x"})) is kind
-    assert type(values.error_from_json({"code": "of a later version", "message": "x"})) is RingfenceError
+        assert type(errors.from_dict({"code": kind.code, "message": "x"})) is kind
+    assert type(errors.from_dict({"code": "of a later version", "message": "x"})) is RingfenceError
 
 
 # -- judging
