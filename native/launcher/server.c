@@ -1,6 +1,7 @@
 #include "embryo.h"
 #include "files.h"
 #include "janitor.h"
+#include "killing.h"
 #include "server.h"
 #include "steps.h"
 #include "sys.h"
@@ -24,6 +25,7 @@ struct child {
     int socket;             /* EMBRYO: where its plan is sent to */
     uint32_t id;
     int keep;
+    int alone;              /* the first process of a pid namespace: what it started dies with it */
     uint64_t birth;
     unsigned helpers;       /* newuidmap and newgidmap under way for it */
     unsigned helps;         /* HELPER: index of the child whose maps it writes */
@@ -323,6 +325,7 @@ static void spawn(uint32_t id, const struct plan *plan, const int *descriptors, 
     unsigned index = (unsigned)(child - children);
     child->id = id;
     child->keep = order.keep;
+    child->alone = (order.flags & CLONE_NEWPID) != 0;
     child->state = STARTING;
     /* Without memory for the path there is no record, which the node takes for "unknown". */
     child->exit_file = order.exit_file ? strdup(order.exit_file) : NULL;
@@ -464,10 +467,15 @@ static void node_gone(void)
     close(node);
     node = -1;
     wanted = 0;
-    for (unsigned i = 0; i < highest; i++)
-        if ((children[i].state == RUNNING && !children[i].keep) || children[i].state == STARTING ||
-            children[i].state == EMBRYO)
-            kill(children[i].pid, SIGKILL);
+    for (unsigned i = 0; i < highest; i++) {
+        const struct child *child = &children[i];
+        if ((child->state == RUNNING && child->alone && !child->keep) || child->state == EMBRYO)
+            kill(child->pid, SIGKILL);
+        /* A foreign program may have forked already, and what it forked may wait for it for ever, or not know yet
+           that it is to die with it. */
+        else if (child->state == STARTING || (child->state == RUNNING && !child->keep))
+            kill_tree(child->pid);
+    }
 }
 
 static void receive(void)

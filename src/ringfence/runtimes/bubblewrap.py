@@ -119,7 +119,11 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
                 f"no socket in {spec.folder}: {error.strerror}", step="listen", errno=str(error.errno)
             ) from error
         try:
-            info, info_end = _pipe(opened)
+            info, writing = _pipe(opened)
+            # For reading, too: bwrap has forked when it writes there, and must not die of our being gone.
+            # What it forked would wait for it for ever.
+            info_end = os.open(f"/proc/self/fd/{writing}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            opened.append(info_end)
             words, words_end = _pipe(opened)
             plan = self._plan(spec, listener.fileno(), info_end, words_end, opened)
             child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
