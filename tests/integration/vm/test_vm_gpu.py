@@ -61,7 +61,7 @@ async def test_its_wall_has_what_vfio_needs(
 ) -> None:
     driver, spec = machine
     found = vfio.Passthrough(("0000:65:00.0",), ("/dev/vfio/vfio", "/dev/vfio/30"), ())
-    monkeypatch.setattr(vfio, "choose", lambda count: found)
+    monkeypatch.setattr(vfio, "choose", lambda count, lease: found)
     # What answers behind the nodes is the null device.
     monkeypatch.setattr(vfio, "numbers", lambda nodes: tuple((path, 1, 3) for path in nodes))
     monkeypatch.setattr(vfio, "check_lock", lambda size: None)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,12 @@ class _Device:
     file: str
 
 
-def edits(count: int, *, root: str = "/") -> Edits:
+def edits(
+    count: int, *, root: str = "/", lease: Callable[[Mapping[str, str], int], list[str]] | None = None
+) -> Edits:
     """What a wall needs for ``count`` GPUs. ``root``: the host's file system; tests have one of their own.
 
-    The same GPUs are chosen each time, lowest index first: they are shared by all sandboxes that ask.
+    ``lease`` chooses among those that there are (see ``leases.take``); without it, the lowest indices.
 
     Raises:
         HostLimit: no file describes so many GPUs, or one says what is not obeyed; the message says which.
@@ -104,6 +106,9 @@ def edits(count: int, *, root: str = "/") -> Edits:
             f"{count} GPUs are asked for and {len(found)} are here ({', '.join(d.name for d in found)})",
             hint="ask for fewer, or describe the others: " + REMEDY,
         )
+    if lease is not None:
+        names = lease({device.name: device.name for device in found}, count)
+        chosen = [device for device in found if device.name in names]
     return _edits(chosen, root)
 
 
@@ -385,7 +390,7 @@ def write_links(found: Edits, folder: str) -> Bind | None:
     """
     if not found.links:
         return None
-    Path(folder).mkdir(mode=0o755)
+    Path(folder).mkdir(mode=0o755, parents=True)
     for path, target in found.links:
         os.symlink(target, os.path.join(folder, os.path.basename(path)))
     return Bind(folder, LIBRARIES, read_only=True)

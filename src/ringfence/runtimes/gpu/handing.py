@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from dataclasses import replace
 from typing import Any
 
-from ringfence.model.errors import StartFailed, Unsupported
+from ringfence.model.errors import HostLimit, StartFailed, Unsupported
 from ringfence.runtimes.contract import StartSpec
-from ringfence.runtimes.gpu import cdi
+from ringfence.runtimes.gpu import cdi, leases
 from ringfence.runtimes.launching.plan import MS_NOEXEC, MS_NOSUID, NOBODY, Plan
 
-FOLDER = "gpu"  # of a sandbox's folder: links to driver libraries
+FOLDER = leases.FOLDER
+LINKS = f"{FOLDER}/lib"  # of a sandbox's folder: links to driver libraries
 MOST_NODES = 4 * 64 + 16
 
 
 def prepare(spec: StartSpec, *, root: str = "/") -> tuple[StartSpec, cdi.Edits | None]:
     """The spec with driver files and variables for its GPUs, and what must be done about device nodes.
 
+    They are the sandbox's until :func:`forget`, or until its folder is gone.
+
     What the caller's own ``env`` sets stays. Nothing is changed where no GPU is asked for.
 
     Raises:
-        HostLimit: they can't be had here.
+        HostLimit: they can't be had here, or others have them.
         StartFailed: the sandbox's folder can't be written.
     """
     if not spec.gpus:
         return spec, None
-    found = cdi.edits(spec.gpus, root=root)
     try:
-        shown = cdi.write_links(found, os.path.join(spec.folder, FOLDER))
+        found = cdi.edits(spec.gpus, root=root, lease=functools.partial(leases.take, spec.folder, root=root))
+        shown = cdi.write_links(found, os.path.join(spec.folder, LINKS))
+    except HostLimit:
+        forget(spec.folder)
+        raise
     except OSError as error:
+        forget(spec.folder)
         raise StartFailed(
             f"links to the GPU's libraries can't be made: {error.strerror}", step="gpu"
         ) from error
@@ -39,7 +47,7 @@ def prepare(spec: StartSpec, *, root: str = "/") -> tuple[StartSpec, cdi.Edits |
 
 
 def forget(folder: str) -> None:
-    """Remove what :func:`prepare` made in a sandbox's folder; it may not be there."""
+    """Remove what :func:`prepare` made in a sandbox's folder, its lease included; it may not be there."""
     shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
 
 

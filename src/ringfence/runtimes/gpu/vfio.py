@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ringfence.model.errors import HostLimit
@@ -34,8 +35,11 @@ class Passthrough:
     arguments: tuple[str, ...]
 
 
-def choose(count: int, *, root: str = "/") -> Passthrough:
-    """``count`` GPUs that may be handed to a guest, lowest address first. Another guest may hold one: then
+def choose(
+    count: int, *, root: str = "/", lease: Callable[[Mapping[str, str], int], list[str]] | None = None
+) -> Passthrough:
+    """``count`` GPUs that may be handed to a guest, lowest address first, of those that ``lease`` gives away
+    (see ``leases.take``; only one guest can have devices of a group). Another program may hold one: then
     QEMU says so at its start. All of the guest's memory is locked while it lives.
 
     Raises:
@@ -65,6 +69,8 @@ def choose(count: int, *, root: str = "/") -> Passthrough:
             f"{count} GPUs are asked for and {len(good)} can be handed over: " + "; ".join(problems),
             hint=f"give them to {DRIVER}: driverctl set-override ADDRESS {DRIVER} (for the whole group)",
         )
+    if lease is not None:
+        good = lease({address: f"vfio-group-{_group(base, address)}" for address in good}, count)
     addresses: list[str] = []
     nodes = ["/dev/vfio/vfio"]
     for address in good[:count]:

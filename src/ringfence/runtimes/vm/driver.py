@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -466,9 +467,9 @@ def _passthrough(spec: StartSpec, locked: int) -> tuple[tuple[str, ...], tuple[t
     """QEMU's arguments and device nodes for the GPUs that are asked for."""
     if not spec.gpus:
         return (), ()
-    from ringfence.runtimes.gpu import vfio
+    from ringfence.runtimes.gpu import leases, vfio
 
-    found = vfio.choose(spec.gpus)
+    found = vfio.choose(spec.gpus, lease=functools.partial(leases.take, spec.folder))
     vfio.check_lock(locked)
     return found.arguments, vfio.numbers(found.nodes)
 
@@ -522,3 +523,7 @@ def _forget(folder: str) -> None:
     for name in _OURS:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, name))
+    if os.path.isdir(os.path.join(folder, "gpu")):
+        from ringfence.runtimes.gpu import handing
+
+        handing.forget(folder)
