@@ -26,10 +26,12 @@ from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import Conflict, RingfenceError
 from ringfence.model.states import State
 from ringfence.placement.local import LocalPlacement
+from ringfence.store import postgres, sqlite  # before the fork: neither once for each, nor of another day
 from ringfence.store.contract import Put, Remove
 from ringfence.store.opening import open_store
 from support.services import ALICE, QUICK, asked, small
 
+__all__ = ["Run", "postgres", "sqlite"]
 AT_ONCE = 20
 EFFECTS = ("start", "bind", "pause", "resume", "snapshot", "remove_snapshot", "reset", "destroy")
 

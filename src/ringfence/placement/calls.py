@@ -102,7 +102,7 @@ class Calls:
         )
 
     async def _remove_snapshot(self, given: Arguments) -> Any:
-        self._hosting.remove_snapshot(_text(given, "name"))
+        await self._hosting.remove_snapshot(_text(given, "name"))
 
     async def _reset(self, given: Arguments) -> Any:
         return placed_as_json(await self._hosting.reset(_id(given)))

@@ -162,7 +162,7 @@ class Placement(Protocol):
         """Save it as ``name``; returns the snapshot's facts. Idempotent by name."""
 
     async def remove_snapshot(self, name: str) -> None:
-        """Remove a saved sandbox. Idempotent."""
+        """Remove a saved sandbox. Idempotent. One that is being made meanwhile is gone afterwards, too."""
 
     async def reset(self, id: str) -> Placed:
         """Begin anew from its template, under its id."""

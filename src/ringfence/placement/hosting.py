@@ -65,6 +65,7 @@ class Hosting:
         self.name = os.uname().nodename
         self.volumes = Attachments(volumes, self._renew)
         self._former: list[RuntimeContext] = []
+        self._saving: dict[str, asyncio.Future[None]] = {}  # snapshots being made, by name
 
     @classmethod
     async def open(cls, state: Path | str | None, service: str, happened: OnHappened) -> Hosting:
@@ -417,14 +418,26 @@ class Hosting:
 
     async def snapshot(self, id: str, name: str, kind: str | None) -> dict[str, Any]:
         """Save one; the same name of the same sandbox again is what was saved."""
+        await self._saved(name)
         with contextlib.suppress(NotFound):
             found = self.node.snapshots.get(name)
             if found.source == id:
                 return found.as_dict()
-        return (await self.sandbox(id).snapshot(name, kind=kind)).as_dict()
+        self._saving[name] = made = asyncio.get_running_loop().create_future()
+        try:
+            return (await self.sandbox(id).snapshot(name, kind=kind)).as_dict()
+        finally:
+            del self._saving[name]
+            made.set_result(None)
 
-    def remove_snapshot(self, name: str) -> None:
-        """Remove what was saved."""
+    async def _saved(self, name: str) -> None:
+        """Wait until nobody is making a snapshot of that name."""
+        while (making := self._saving.get(name)) is not None:
+            await asyncio.wait({making})
+
+    async def remove_snapshot(self, name: str) -> None:
+        """Remove what was saved, or is being saved for somebody who has gone."""
+        await self._saved(name)
         with contextlib.suppress(NotFound):
             self.node.snapshots.remove(name)
 

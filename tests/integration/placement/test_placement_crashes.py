@@ -101,7 +101,7 @@ async def test_killed_in_the_middle(
         assert node.all() == []
         for name in node.volumes.volumes.names():
             await node.volumes.remove(name)
-        node.remove_snapshot(nursery.SNAPSHOT)
+        await node.remove_snapshot(nursery.SNAPSHOT)
     finally:
         await node.close()
     leaks.check()

@@ -376,6 +376,22 @@ class PlacementSuite:
         with pytest.raises(NotFound):
             await placement.start(self.spec(snapshot=name))
 
+    async def test_a_snapshot_that_is_removed_while_it_is_made_is_gone(self, placement: Placement) -> None:
+        """Whoever asked for it died; the next one removes what nobody owns, while it comes about."""
+        name = new_id("sn")
+        async with self.started(placement, self.spec()) as placed:
+            if not placed.capabilities["disk_snapshot"]:
+                return
+            if self.links:
+                command = "for i in $(seq 300); do echo $i > /workspace/$i; done; sync"
+                assert (await run(placement, placed.id, "sh", "-c", command))[0] == 0
+            making = asyncio.ensure_future(placement.snapshot(placed.id, name, "disk"))
+            await asyncio.sleep(0)  # it is asked for before the removal is
+            await placement.remove_snapshot(name)
+            await asyncio.gather(making, return_exceptions=True)
+            with pytest.raises(NotFound):
+                await placement.start(self.spec(snapshot=name))
+
     async def test_reset_begins_anew_under_the_same_id(self, placement: Placement) -> None:
         async with self.started(placement, self.spec()) as placed:
             if self.links:
