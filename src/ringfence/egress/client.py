@@ -356,7 +356,7 @@ class Doors:
         await self._call("secret_remove", project=project, name=name)
 
     async def placeholders(self, sandbox: str, names: Iterable[str]) -> dict[str, str]:
-        """What the sandbox may see in place of secrets, by name; the same at every call."""
+        """What the sandbox may see in place of secrets, by name; the same at every call, open door or not."""
         found: dict[str, str] = await self._call("placeholders", sandbox=sandbox, names=list(names))
         return found
 

@@ -244,9 +244,10 @@ class Server:
         return authority.certificate.decode()
 
     async def _do_placeholders(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, str]:
-        door = self._door(message).door
+        # Before its door is open, too: a sandbox is started with them.
+        sandbox = str(message["sandbox"])
         names = [str(name) for name in message["names"]]
-        return {name: await self.engine.secrets.placeholder(door.spec.sandbox, name) for name in names}
+        return {name: await self.engine.secrets.placeholder(sandbox, name) for name in names}
 
     async def _do_revoke(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         self._door(message).door.revoked |= {str(name) for name in message["sandboxes"]}

@@ -5,10 +5,13 @@ The rest of the file is read by ``policy_file``; what no network part may say is
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
+from ringfence.model.errors import InvalidRequest
 from ringfence.model.policy import Budget, Inference, Network, NetworkRule
-from ringfence.model.policy_network_checks import INJECTIONS
+from ringfence.model.policy_network_checks import INJECTIONS, SECRET
 from ringfence.model.policy_reader import Field, Reader, one_of, values_of
 from ringfence.model.yaml_marks import Node
 
@@ -151,3 +154,29 @@ def written(value: Any, fields: dict[str, Field], unset: Any) -> dict[str, Any]:
 def to_dict(network: Network) -> dict[str, Any]:
     """The part as its file would say it; JSON-able."""
     return written(network, _NETWORK, Network())
+
+
+def variables(network: Network) -> dict[str, str]:
+    """The variables that programs find placeholders in, each with the name of its secret."""
+    injected = [rule.inject for rule in network.allow]
+    if network.inference is not None:
+        injected.append(network.inference.inject)
+    found = {}
+    for inject in injected:
+        if inject is not None and "env" in inject and (match := re.search(SECRET, inject["placeholder"])):
+            found[inject["env"]] = match[1]
+    return found if network.mode == "egress" else {}
+
+
+def check_free(variables: Iterable[str], env: Iterable[str]) -> None:
+    """No variable has both a placeholder and a value of the caller's, which might be the secret itself.
+
+    Raises:
+        InvalidRequest: one has.
+    """
+    both = sorted(set(variables) & set(env))
+    if both:
+        raise InvalidRequest(
+            f"the environment variable {both[0]} is the policy's: a placeholder of a secret",
+            hint="leave it out, or name another one in the rule's inject.env",
+        )

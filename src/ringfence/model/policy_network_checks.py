@@ -13,6 +13,7 @@ _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY")
 _URL_PATH = r"/[A-Za-z0-9\-._~!$&'()+,;=:@%/]*\*?"
 _HEADER = r"[A-Za-z0-9-]{1,64}"
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]{0,127}"
 _FIELD = r"[A-Za-z0-9_.\-\[\]]{1,64}"
 # Personal data that the inference guard knows how to find; anything else is a regular expression.
 MASKS = ("email", "phone", "card", "iban", "ip", "ssn")
@@ -29,7 +30,7 @@ INJECTIONS: dict[str, tuple[str, ...]] = {
     "query": ("query", "value"),
     "field": ("field", "value"),
     "aws": ("aws", "region", "service"),
-    "placeholder": ("placeholder",),
+    "placeholder": ("placeholder", "env"),
 }
 
 
@@ -87,6 +88,7 @@ def network_problems(network: Network) -> Iterator[Problem]:
             )
     for index, rule in enumerate(network.allow):
         yield from _rule(rule, f"network.allow[{index}]")
+    yield from _one_secret_each(network)
     yield from between("network.askTimeout", network.ask_timeout, 1, 3600, duration_text)
     yield from between("network.connections", network.connections, 1, 900)
     yield from between("network.connectTimeout", network.connect_timeout, 0.1, 600, duration_text)
@@ -155,7 +157,7 @@ def _inject(rule: NetworkRule, field: str) -> Iterator[Problem]:
     inject = rule.inject or {}
     how = next((key for key in INJECTIONS if key in inject), "header")
     for key in INJECTIONS[how]:
-        if not isinstance(inject.get(key), str) and key not in ("region", "service"):
+        if not isinstance(inject.get(key), str) and key not in ("region", "service", "env"):
             yield Problem(
                 f"{field}.{key}", "is missing", 'write {header: NAME, value: "Bearer {{secret:NAME}}"}'
             )
@@ -180,6 +182,8 @@ def _inject(rule: NetworkRule, field: str) -> Iterator[Problem]:
         yield Problem(f"{field}.basic", "has no colon", 'write "USER:{{secret:NAME}}"')
     if how == "aws" and len(re.findall(SECRET, inject[key])) != 2:
         yield Problem(f"{field}.aws", "is no pair of secrets", 'write "{{secret:KEY-ID}}:{{secret:KEY}}"')
+    if "env" in inject and how == "placeholder":
+        yield from _variable(inject["env"], inject[key], field)
     if rule.host.startswith("*.") or _is_range(rule.host):
         yield Problem(
             f"{field}",
@@ -196,6 +200,37 @@ def _inject(rule: NetworkRule, field: str) -> Iterator[Problem]:
         yield Problem(
             f"{field}", "has no place in a protocol that nobody looks at", "leave out protocol: tcp"
         )
+
+
+def _variable(name: str, value: str, field: str) -> Iterator[Problem]:
+    """The variable that a placeholder is given to programs in."""
+    if not re.fullmatch(_VARIABLE, name):
+        yield Problem(
+            f"{field}.env",
+            f"{name[:70]!r} is not the name of a variable",
+            "letters, digits and _, as in API_TOKEN",
+        )
+    if not re.fullmatch(SECRET, value):
+        yield Problem(
+            f"{field}.env",
+            "is for the placeholder of one secret",
+            'write {placeholder: "{{secret:NAME}}", env: NAME}',
+        )
+
+
+def _one_secret_each(network: Network) -> Iterator[Problem]:
+    """A variable has one value, whatever the rules."""
+    taken: dict[str, str] = {}
+    for index, rule in enumerate(network.allow):
+        inject = rule.inject or {}
+        if "env" in inject and taken.setdefault(inject["env"], inject.get("placeholder", "")) != inject.get(
+            "placeholder", ""
+        ):
+            yield Problem(
+                f"network.allow[{index}].inject.env",
+                f"{inject['env'][:70]} is the placeholder of another secret in an earlier rule",
+                "give each secret a variable of its own",
+            )
 
 
 def _secret_value(value: str, field: str) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ringfence.node.snapshots import Snapshot, SnapshotStore
     from ringfence.node.volumes import Volumes
 
+BeforeStart = Callable[[NodeSandbox], Awaitable[object]]
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
 
@@ -232,8 +233,10 @@ class Node:
 
     # -- sandboxes
 
-    async def create(self, request: SandboxRequest) -> NodeSandbox:
+    async def create(self, request: SandboxRequest, before: BeforeStart | None = None) -> NodeSandbox:
         """Start a sandbox. Whatever step fails, or if the caller is cancelled, nothing is left behind.
+
+        ``before`` is awaited when the wall stands, before what the template starts: for opening a door.
 
         Raises:
             InvalidRequest: the request can't be right (impossible size, mount that does not exist …).
@@ -252,9 +255,15 @@ class Node:
             self._creating -= 1
             if not self._creating:
                 self._created.set()
-        return await self._brought_up(sandbox)
+        return await self._brought_up(sandbox, before)
 
-    async def _brought_up(self, sandbox: NodeSandbox) -> NodeSandbox:
+    async def _brought_up(self, sandbox: NodeSandbox, before: BeforeStart | None = None) -> NodeSandbox:
+        if before is not None:
+            try:
+                await before(sandbox)
+            except BaseException:
+                await sandbox.destroy()
+                raise
         if str(sandbox.journal.record.get("template", "")).startswith("sha256:"):
             from ringfence.node.starting import bring_up
 

@@ -264,6 +264,20 @@ MISTAKES = [
         "network: {mode: egress, allow: [{host: '*.a.example', inject: {header: A, value: '{{secret:a}}'}}]}",
         3, "network.allow[0].inject", "any host under a wildcard", "api.a.example",
     ),
+    *(
+        (RULE + f"      inject: {text}", 7, "network.allow[0].inject.env", what, hint)
+        for text, what, hint in [
+            ("{placeholder: '{{secret:a}}', env: 1A}", "name of a variable", "API_TOKEN"),
+            ("{placeholder: '{{secret:a}}', env: 'A=B'}", "name of a variable", "API_TOKEN"),
+            ("{placeholder: '{{secret:a}} {{secret:b}}', env: A}", "of one secret", "{{secret:NAME}}"),
+            ("{bearer: '{{secret:a}}', env: A}", "is not known", ""),
+        ]
+    ),
+    (
+        RULE + "      inject: {placeholder: '{{secret:a}}', env: A}\n"
+        "    - host: b.example\n      inject: {placeholder: '{{secret:b}}', env: A}",
+        9, "network.allow[1].inject.env", "another secret", "of its own",
+    ),
     # presets
     ("preset: untrusted\nisolation: {minimum: L2}", 4, "isolation.minimum", "weaker than preset untrusted", "L3"),
     ("preset: controlled\nisolation: {minimum: L1}", 4, "isolation.minimum", "weaker than preset controlled", "L2"),
