@@ -290,6 +290,15 @@ def with_mounts(files: Filesystem, mounts: tuple[Mount, ...]) -> Filesystem:
     return replace(files, mounts=mounts)
 
 
+def no_wall(runtime: str) -> Unsupported:
+    """A runtime whose commands would run beside the service, not behind a wall."""
+    return Unsupported(
+        f"runtime {runtime} is no wall, and a service starts nothing without one",
+        hint="name another runtime, or none: `ringfence doctor` lists them",
+        capability="boundary",
+    )
+
+
 def no_volumes(runtime: str) -> Unsupported:
     """A runtime that can't show volumes."""
     return Unsupported(

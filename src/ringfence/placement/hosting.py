@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringfence.guest.link import GuestLink
-from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, WrongState
+from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, RuntimeUnavailable, WrongState
 from ringfence.model.ids import SANDBOX_ID
+from ringfence.model.levels import Boundary
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.node.service import Node
 from ringfence.node.state import StateRoot
 from ringfence.node.volumes import RUNTIMES, Volumes
-from ringfence.placement.attaching import Attachments, no_volumes
+from ringfence.placement.attaching import Attachments, no_volumes, no_wall
 from ringfence.placement.contract import Capacity, Placed, PlacedSpec
 from ringfence.placement.graves import Graves, as_known, bury, noted_cause, service_folder
 from ringfence.placement.judging import Judge
@@ -34,6 +35,7 @@ from ringfence.placement.values import placed_as_json
 if TYPE_CHECKING:
     import socket
 
+    from ringfence.model.policy import Policy
     from ringfence.node.sandboxes import NodeSandbox
     from ringfence.runtimes.context import RuntimeContext
 
@@ -213,12 +215,15 @@ class Hosting:
 
     async def _start(self, spec: PlacedSpec) -> Placed:
         request = self._request(spec)
+        await self._walled(request.policy)
         policy = await self.volumes.attach(spec.id, request.policy, spec.volumes)
         sandbox: NodeSandbox | None = None
         try:
             sandbox = await self._make(replace(request, policy=policy), spec.snapshot)
             if spec.volumes and sandbox.runtime.name not in RUNTIMES:
                 raise no_volumes(sandbox.runtime.name)
+            if sandbox.runtime.boundary is Boundary.NONE:
+                raise no_wall(sandbox.runtime.name)
             if spec.deadline is not None:
                 self._set_deadline(sandbox, spec.deadline)
         except BaseException:
@@ -228,6 +233,14 @@ class Hosting:
             raise
         self._hold(sandbox)
         return self.placed(sandbox)
+
+    async def _walled(self, policy: Policy) -> None:
+        """Nothing of a client's is started without a wall, by whatever name: the service has many owners."""
+        isolation = policy.wall.isolation
+        for name in {isolation.runtime, *isolation.prefer} - {None}:
+            with contextlib.suppress(NotFound, RuntimeUnavailable, ImportError):  # the node says so
+                if (await self.node.runtime(str(name))).boundary is Boundary.NONE:
+                    raise no_wall(str(name))
 
     async def _make(self, request: SandboxRequest, snapshot: str) -> NodeSandbox:
         name = request.id or ""

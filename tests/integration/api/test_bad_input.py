@@ -297,3 +297,20 @@ def test_rates_and_quotas(service: Serving) -> None:
 def test_faults_are_told_by_request_id_and_logged_once(service: Serving) -> None:
     # A client can't make one, so the log has none of all that was tried here.
     assert "Traceback" not in service.log, service.log[-3000:]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"runtime": "fake"},
+        {"policy": {"isolation": {"runtime": "fake", "minimum": "L1"}}},
+        {"policy": {"isolation": {"prefer": ["fake"], "minimum": "L1"}}},
+        {"runtime": "inline"},
+    ],
+    ids=["named", "in a policy", "preferred", "inline"],
+)
+def test_nothing_runs_without_a_wall(service: Serving, body: dict[str, Any]) -> None:
+    """Its commands would see the host's files and network, and, where no root serves, the service's own."""
+    answer = service.http.post("/v1/sandboxes", json=body)
+    assert answer.status_code == 501, answer.text
+    assert answer.json()["error"]["code"] == "unsupported"

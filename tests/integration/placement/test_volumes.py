@@ -239,14 +239,14 @@ async def test_owners_and_modes_are_those_inside(placement: Placement, volume: s
     assert code != 0
 
 
-@pytest.mark.parametrize("runtime", ["bubblewrap", "fake"])
+@pytest.mark.parametrize(("runtime", "capability"), [("bubblewrap", "volumes"), ("fake", "boundary")])
 async def test_runtimes_that_cannot_show_owners_are_refused(
-    placement: Placement, volume: str, runtime: str
+    placement: Placement, volume: str, runtime: str, capability: str
 ) -> None:
     policy = Policy(wall=SMALL).with_wall(isolation=Isolation(runtime=runtime))
     with pytest.raises(Unsupported) as caught:
         await attached(placement, volume, policy=policy)
-    assert caught.value.details["capability"] == "volumes"
+    assert caught.value.details["capability"] == capability
     assert await placement.list() == []
     await attached(placement, volume)  # and it is free
 
