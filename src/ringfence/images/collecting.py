@@ -1,8 +1,9 @@
 """Garbage collection: what nobody needs any more goes, and caches shrink to a budget.
 
-Needed are: templates with a name or a pin, those of sandboxes that exist, and the layers that an import under
-way has asked for. Everything else is moved aside under the store's exclusive lock, which takes moments, and
-removed afterwards, which may take minutes. Whoever is killed meanwhile leaves it to the next collection.
+Needed are: templates with a name or a pin, those of sandboxes that exist, those that a build under way holds,
+and the layers that an import under way has asked for. Everything else is moved aside under the store's
+exclusive lock, which takes moments, and removed afterwards, which may take minutes. Whoever is killed
+meanwhile leaves it to the next collection. What Debian's tools left of imports that were killed goes, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from ringfence.images import debian
 from ringfence.images.removing import remove_tree
-from ringfence.images.store import TemplateStore
+from ringfence.images.store import HOLDS, TemplateStore
 from ringfence.model.errors import NotFound, WrongState
 from ringfence.model.values import dataclass
 
@@ -68,6 +70,7 @@ def collect(
     """
     work = _Collection(store, dry_run)
     work.sessions()
+    work.unfinished()
     with store.exclusive():
         work.templates(set(in_use()))
         work.layers()
@@ -104,8 +107,21 @@ class _Collection:
                 if lock >= 0:
                     os.close(lock)
 
+    def unfinished(self) -> None:
+        """Root file systems that mmdebstrap was making for somebody who is dead."""
+        for place, lock in debian.abandoned():
+            try:
+                self.removed.append(("leftover", place.name, _weigh(place)[1]))
+                if not self._dry:
+                    debian.remove(place)
+            except OSError as error:
+                self.failures.append(f"{place} can't be removed: {error.strerror}")
+            finally:
+                os.close(lock)
+
     def templates(self, in_use: set[str]) -> None:
         """Those without name, pin and sandbox go; the layers of the others are needed."""
+        in_use |= self._held()
         named = {self._store.points_at(name) for name in self._store.names()}
         for digest in self._store.digests():
             if digest in named or digest in in_use or self._store.pinned(digest):
@@ -121,6 +137,14 @@ class _Collection:
         for session in (self._store.folder / "tmp").glob("*/needs"):
             with contextlib.suppress(FileNotFoundError):
                 self._needed.update("sha256:" + name for name in os.listdir(session))
+
+    def _held(self) -> set[str]:
+        """Templates between a build's steps, which have no sandbox at this moment."""
+        found: set[str] = set()
+        for session in (self._store.folder / "tmp").glob(f"*/{HOLDS}"):
+            with contextlib.suppress(FileNotFoundError):
+                found.update("sha256:" + name for name in os.listdir(session))
+        return found
 
     def layers(self) -> None:
         for digest in self._store.layer_digests():

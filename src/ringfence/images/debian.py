@@ -1,8 +1,13 @@
-"""Debian from its packages, with mmdebstrap: a root file system as a tar stream."""
+"""Debian from its packages, with mmdebstrap: a root file system as a tar stream.
+
+mmdebstrap unpacks in a folder of ours in TMPDIR, which we hold locked. Whoever finds one that is not locked
+knows that its maker is dead: :func:`abandoned`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import re
@@ -12,13 +17,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 from ringfence.images.manifests import machine
+from ringfence.images.removing import remove_tree
 from ringfence.model.errors import HostLimit, InvalidRequest, RuntimeUnavailable
 
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(?::[a-z0-9]+)?", re.ASCII)
 VARIANTS = ("minbase", "apt", "essential", "extract")
+_PREFIX = "ringfence-debian-"
+_MOST_TRIES = 10  # while a collection takes what we have just made
 _MOST_WORDS = 64 << 10  # bytes of what mmdebstrap said that are kept
 
 
@@ -100,13 +109,14 @@ def build(
         '--aptopt=Acquire::Languages "none"', suite, "-",
         *([mirror] if mirror else _mirrors(suite)),
     ]  # fmt: skip
-    with tempfile.TemporaryFile() as words:
+    env = os.environ | {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8"}
+    with tempfile.TemporaryFile() as words, _place() as place:
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=words,
-            env=os.environ | {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8"},
+            env=env | {"TMPDIR": str(place)},
             start_new_session=True,
         )
         try:
@@ -123,6 +133,80 @@ def build(
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+
+
+@contextlib.contextmanager
+def _place() -> Iterator[Path]:
+    """A folder for mmdebstrap's work, locked for as long as we live. Removed afterwards, with what is in it.
+
+    Raises:
+        HostLimit: it can't be made.
+    """
+    lock = None
+    for _ in range(_MOST_TRIES):
+        try:
+            place = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            place.chmod(0o755)  # mmdebstrap's own steps have other ids
+        except OSError as error:
+            raise HostLimit(
+                f"no folder in {tempfile.gettempdir()}: {error.strerror}", hint="set TMPDIR to another place"
+            ) from error
+        lock = _lock(place)
+        if lock is not None:
+            break  # nobody has taken us for dead between the two calls
+    if lock is None:
+        raise HostLimit(f"folders in {tempfile.gettempdir()} can't be locked", hint="set TMPDIR to another")
+    try:
+        yield place
+    finally:
+        with contextlib.suppress(OSError):  # what stays is found by the next collection
+            remove(place)
+        os.close(lock)
+
+
+def abandoned() -> Iterator[tuple[Path, int]]:
+    """Folders of makers that are dead, with a descriptor that keeps others away; the caller closes it."""
+    for name in sorted(glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), _PREFIX + "*"))):
+        lock = _lock(Path(name))
+        if lock is not None:
+            yield Path(name), lock
+
+
+def remove(place: Path) -> None:
+    """Remove such a folder. A normal user's has files of ids that only a user namespace can touch.
+
+    Raises:
+        OSError: something can't be removed.
+    """
+    try:
+        remove_tree(place)
+    except PermissionError:
+        inside = ["unshare", "--user", "--map-root-user", "--map-auto", "--"]
+        done = subprocess.run(
+            [*inside, "rm", "--recursive", "--force", "--one-file-system", "--", str(place)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
+        if done.returncode:
+            raise
+
+
+def _lock(place: Path) -> int | None:
+    """A descriptor of the folder that nobody else has locked; None if somebody has, or if it isn't ours."""
+    try:
+        lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen, there = os.fstat(lock), os.lstat(place)
+        # Everybody may make folders of that name in /tmp: theirs are theirs.
+        if seen.st_uid == os.geteuid() and (seen.st_dev, seen.st_ino) == (there.st_dev, there.st_ino):
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
 
 
 def _bound() -> list[str]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ringfence.images.unpacking import Readable
 
 _FOLDERS = ("names", "templates", "pins", "tmp", "trash")
+HOLDS = "holds"  # of a session: templates that no collection takes
 _PRIVATE = ("layers", "fittings")
 _counter = itertools.count()
 
@@ -300,8 +301,11 @@ class TemplateStore:
         base_digest: str = "",
         base_made_at: float = 0.0,
         architecture: str = "",
+        hold: bool = False,
     ) -> Template:
         """Make a template of layers (lowest first) and let ``name`` point at it; a former one is moved.
+
+        ``hold``: no collection takes it until :meth:`let_go`, or until this store is closed.
 
         Raises:
             InvalidRequest: the name can't be one, or there are no layers.
@@ -333,12 +337,20 @@ class TemplateStore:
                 for layer in parts:
                     if not os.path.isdir(self._layer_folder(layer.digest)):
                         raise WrongState(f"layer {layer.digest} is not in the store", hint="add it again")
+                if hold:
+                    (session / HOLDS).mkdir(0o700, exist_ok=True)
+                    (session / HOLDS / _hex(digest)).touch(0o600)
                 records.write(self._template_file(digest), content, aside=session)
                 if full:
                     records.write(self._name_file(full), {"digest": digest, **provenance}, aside=session)
         except OSError as error:
             raise _limit(error, f"write template {full or digest}") from error
         return self.resolve(full or digest) if not full else self._load(digest, full, provenance)
+
+    def let_go(self, digest: str) -> None:
+        """What :meth:`put` has held is not needed any more. Idempotent."""
+        if self._session is not None:
+            (self._session / HOLDS / _hex(digest)).unlink(missing_ok=True)
 
     def tag(self, template: Template, name: str) -> Template:
         """Let another name point at a template.

@@ -341,10 +341,12 @@ class _Build:
             replace(config, labels=(*config.labels, label), start=(), ready=()),
             source=SOURCE,
             architecture=machine(),
+            hold=True,  # a collection may come before its sandbox does
         )
         try:
             yield made.digest
         finally:
+            self._store.let_go(made.digest)
             with contextlib.suppress(OSError), self._store.exclusive():
                 self._store.drop(made.digest)
             fittings = self._store.private / "fittings"

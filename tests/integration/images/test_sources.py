@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ringfence.images import debian, importing, manifests
+from ringfence.images import collecting, debian, importing, manifests
 from ringfence.images.contract import ImportLimits, Template
 from ringfence.images.importing import ImportOptions
 from ringfence.images.merged import Merged
@@ -226,7 +227,7 @@ def test_debian_that_is_left_in_the_middle_is_taken_down_at_once(
     assert list(work.iterdir()) == []
 
 
-def test_debian_ends_with_who_is_making_it(tmp_path: Path) -> None:
+def test_debian_ends_with_who_is_making_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, we can't take it down; it goes all the same, with all it has begun and its mounts."""
     images.need("mmdebstrap")
     if os.geteuid():
@@ -269,6 +270,35 @@ def test_debian_ends_with_who_is_making_it(tmp_path: Path) -> None:
     assert not _in_group(group)
     assert not _sleeps("7655")
     assert not any(f" {work}/" in line for line in Path("/proc/mounts").read_text().splitlines())
+    # What it had unpacked is found by the next collection; what somebody is making now is let alone.
+    monkeypatch.setattr(tempfile, "tempdir", str(work))
+    assert [path.name[:17] for path in work.iterdir()] == ["ringfence-debian-"]
+    assert any(path.name.startswith("mmdebstrap.") for path in work.glob("*/*"))
+    with TemplateStore.open(tmp_path / "store") as store, debian._place() as living:
+        (living / "a file").touch()
+        told = [(kind, size > 0) for kind, _, size in collecting.collect(store, tuple, dry_run=True).removed]
+        assert told == [("leftover", True)]
+        assert len(list(work.iterdir())) == 2
+        found = collecting.collect(store, tuple)
+        assert (len(found.removed), found.failures) == (1, ())
+        assert list(work.iterdir()) == [living]
+    assert list(work.iterdir()) == []
+
+
+def test_what_others_have_in_tmp_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid():
+        pytest.skip("root gives a folder to another user")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = tmp_path / "ringfence-debian-theirs"
+    theirs.mkdir()
+    os.chown(theirs, 12345, 12345)
+    (tmp_path / "ringfence-debian-link").symlink_to(theirs)
+    (tmp_path / "ringfence-debian-file").touch()
+    assert list(debian.abandoned()) == []
+    os.chown(theirs, 0, 0)
+    (found,) = debian.abandoned()
+    assert found[0] == theirs
+    os.close(found[1])
 
 
 def _sleeps(seconds: str) -> bool:

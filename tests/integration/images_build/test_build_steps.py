@@ -128,6 +128,39 @@ async def output(node: Node, template: str, *argv: str, **words: object) -> str:
         await sandbox.destroy()
 
 
+async def test_a_collection_between_a_step_s_template_and_its_sandbox_takes_nothing(
+    make: Builder, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = node.create
+    moments = []
+
+    async def create(request: SandboxRequest, **words: object) -> object:
+        with TemplateStore.open(make.store.folder) as another:  # as `ringfence template gc` does
+            found = await asyncio.to_thread(collect, node.state.path, another)
+        moments.append([kind for kind, _, _ in found.removed])
+        assert request.template in make.store.digests()
+        return await real(request, **words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(node, "create", create)
+    built = await make("RUN echo one > /one\nRUN cat /one > /two\n")
+    assert make.read(built.template, "two") == b"one\n"
+    assert moments == [[], []]
+    # What a build holds it lets go: the unnamed templates of its steps are not kept by anything.
+    sessions = make.store.folder / "tmp"
+    assert list(sessions.glob("*/holds/*")) == []
+
+
+async def test_what_a_dead_build_held_is_collected(make: Builder, node: Node) -> None:
+    base = make.store.resolve("busybox:1")
+    dead = TemplateStore.open(make.store.folder)
+    held = dead.put("", base.layers, replace(base.config, labels=(("a", "b"),)), hold=True)
+    assert collect(node.state.path, make.store).removed == ()
+    os.close(dead._session_lock)  # as the kernel does when its process is killed
+    removed = collect(node.state.path, make.store).removed
+    assert ("template", held.digest, 0) in removed
+    assert held.digest not in make.store.digests()
+
+
 async def test_a_template_is_built_and_runs(make: Builder, node: Node) -> None:
     built = await make(
         "ENV GREETING=hello\nCOPY app /srv/app\n"
