@@ -250,7 +250,7 @@ class Service:
         place = " ".join((call.route.name, *call.params.values()))
         request = raw + b"\0" + call.scope["query_string"]
         (status, body), again = await idempotency.once(
-            self.control.store, call.principal.project, place, key, request, work
+            self.control.store, call.principal.project, place, key, request, work, self.control.core.task
         )
         headers = {"idempotent-replayed": "true"} if again else {}
         return Answer(status, body, headers=headers, media="application/json")

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from ringfence.model.values import dataclass
 
+ANSWERS = 15.0  # seconds within which a store answers, or says that it does not
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -107,6 +109,9 @@ class Store(Protocol):
     such a text finds nothing.
 
     A call whose task is cancelled has happened wholly or not at all.
+
+    No call is for ever: what is not done after :data:`ANSWERS` seconds (a disk that hangs, a server that was
+    stopped) is StoreUnavailable, with ``details['cause'] == "timeout"``.
     """
 
     async def close(self) -> None:

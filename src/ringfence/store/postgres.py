@@ -30,15 +30,16 @@ from ringfence.model.errors import (
 )
 from ringfence.store import postgres_sql as sql
 from ringfence.store.codec import check, check_lease, check_taken, decode, encode, row_of, storable
-from ringfence.store.contract import Change, Event, Put, Remove, Row
+from ringfence.store.contract import ANSWERS, Change, Event, Put, Remove, Row
 from ringfence.store.migrations import missing
-from ringfence.store.postgres_pool import Connection, Pool
+from ringfence.store.postgres_pool import Connection, Late, Pool
 from ringfence.store.watching import MISSED, Watchers
 
 _T = TypeVar("_T")
 
 MOST_CONNECTIONS = 10  # a process, besides the one that listens
 PATIENCE = 10.0
+_SERVERS = 0.8  # of the time for an answer: then the server itself gives up
 _TRIES = 10  # of a transaction that the database asks to repeat
 _LOST = ("57P", "08")  # the server ends the connection
 _OURS: dict[str, type[RingfenceError]] = {"RF001": Conflict, "RF002": QuotaExceeded, "RF003": LeaseLost}
@@ -47,8 +48,9 @@ _OURS: dict[str, type[RingfenceError]] = {"RF001": Conflict, "RF002": QuotaExcee
 class PostgresStore:
     """A :class:`~ringfence.store.contract.Store`; see there. Made by :meth:`open`, used on one event loop."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, answers: float) -> None:
         self._pool = pool
+        self._answers = answers
         self._origin = secrets.token_hex(8)
         self._watchers = Watchers()
         self._listening: asyncio.Task[None] | None = None
@@ -56,9 +58,15 @@ class PostgresStore:
 
     @classmethod
     async def open(
-        cls, url: str, *, connections: int = MOST_CONNECTIONS, patience: float = PATIENCE
+        cls,
+        url: str,
+        *,
+        connections: int = MOST_CONNECTIONS,
+        patience: float = PATIENCE,
+        answers: float = ANSWERS,
     ) -> PostgresStore:
-        """Connect, and bring the schema up to date. ``patience``: seconds for a row that another holds.
+        """Connect, and bring the schema up to date. ``patience``: seconds for a row that another holds;
+        ``answers``: for any call. A server that lives ends it itself, somewhat earlier.
 
         Raises:
             InvalidRequest: not an address of a database.
@@ -69,9 +77,10 @@ class PostgresStore:
             conninfo_to_dict(url)
         except psycopg.Error as error:
             raise InvalidRequest(f"not an address of a database: {error}") from None
-        store = cls(Pool(url, connections, sql.SESSION.format(lock=patience * 1000)))
+        session = sql.SESSION.format(lock=patience * 1000, statement=answers * _SERVERS * 1000)
+        store = cls(Pool(url, connections, session, answers), answers)
         try:
-            await store._call(store._migrate)
+            await store._call(store._migrate, within=None)  # a new version may have much to change
             heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             store._listening = asyncio.create_task(store._listen(heard), name="ringfence-store-listen")
             await heard
@@ -90,15 +99,33 @@ class PostgresStore:
                 await self._listening
         await self._pool.close()
 
-    async def _call(self, do: Callable[[Connection], Awaitable[_T]], *, again: bool = False) -> _T:
-        """One transaction. ``again``: it only reads, so a connection that was lost is no reason to fail."""
+    async def _call(
+        self,
+        do: Callable[[Connection], Awaitable[_T]],
+        *,
+        again: bool = False,
+        within: float | None = 0.0,
+    ) -> _T:
+        """One transaction. ``again``: it only reads, so a connection that was lost is no reason to fail.
+        ``within``: seconds that the server has; 0: what the store was opened with, ``None``: any.
+        """
         if self._closed:
             raise StoreUnavailable("the store is closed")
         for left in reversed(range(_TRIES)):
+            late: Late | None = None
             try:
                 async with self._pool.connection() as connection:
-                    return await do(connection)
+                    if within is None:
+                        return await do(connection)
+                    with Late(connection, within or self._answers) as late:
+                        return await do(connection)
             except psycopg.Error as error:
+                if late is not None and late.cut:
+                    raise StoreUnavailable(
+                        f"PostgreSQL: no answer within {within or self._answers:g} s",
+                        hint=_HINTS[""],
+                        cause="timeout",
+                    ) from None
                 ours = _OURS.get(error.sqlstate or "")
                 if ours is not None:
                     raise ours(

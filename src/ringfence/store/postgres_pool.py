@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -38,13 +40,45 @@ def _spoken_to(connection: Connection) -> bool:
     return bool(waiting.poll(0))
 
 
-class Pool:
-    """At most ``most`` connections at a time, each set up with the statements of ``session``."""
+class Late:
+    """A limit in seconds to all that is done on a connection in its block, also where the server neither
+    answers nor hangs up: then our end is cut, and whoever waits gets an OperationalError. ``cut`` tells.
+    """
 
-    def __init__(self, url: str, most: int, session: str) -> None:
+    __slots__ = ("_connection", "_seconds", "_timer", "cut")
+
+    def __init__(self, connection: Connection, seconds: float) -> None:
+        self._connection = connection
+        self._seconds = seconds
+        self.cut = False
+
+    def __enter__(self) -> Late:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._cut)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _cut(self) -> None:
+        self.cut = True
+        # Not closed here: the loop still waits for this descriptor, and now hears that it has ended.
+        with (
+            contextlib.suppress(OSError, psycopg.Error),  # it may be closed already
+            socket.socket(fileno=os.dup(self._connection.fileno())) as end,
+        ):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+class Pool:
+    """At most ``most`` connections at a time, each set up with the statements of ``session``, which the
+    server has to answer within ``answers`` seconds.
+    """
+
+    def __init__(self, url: str, most: int, session: str, answers: float = WAIT) -> None:
         given = conninfo_to_dict(url)
         self._settings = {**{name: value for name, value in _DEFAULTS.items() if name not in given}, **given}
         self._session = session
+        self._answers = answers
         self._free = asyncio.Semaphore(most)
         self._idle: list[Connection] = []
         self._generation = 0
@@ -108,7 +142,8 @@ class Pool:
     async def _connect(self) -> Connection:
         connection = await psycopg.AsyncConnection.connect(autocommit=True, **self._settings)
         try:
-            await connection.execute(self._session)
+            with Late(connection, self._answers):
+                await connection.execute(self._session)
         except BaseException:
             await connection.close()
             raise

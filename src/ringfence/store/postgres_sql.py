@@ -31,13 +31,15 @@ LEASE = (
 RELEASE = "DELETE FROM rf_leases WHERE name = %s AND owner = %s"
 
 SESSION = (
-    "SET lock_timeout = {lock:.0f}; SET statement_timeout = '30s';"
+    "SET lock_timeout = {lock:.0f}; SET statement_timeout = {statement:.0f};"
     " SET default_transaction_isolation = 'read committed'"
 )
 SCHEMA = "SELECT current_schema()"
 
 # One process migrates at a time; the lock goes with the transaction.
-MIGRATING = "SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 7265))"
+MIGRATING = (
+    "SET LOCAL statement_timeout = 0; SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 7265))"
+)
 HAS_VERSION = "SELECT to_regclass(current_schema() || '.rf_schema') IS NOT NULL"
 MAKE_VERSION = "CREATE TABLE rf_schema (version integer NOT NULL); INSERT INTO rf_schema VALUES (0)"
 VERSION = "SELECT version FROM rf_schema"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ringfence.model.errors import NotFound, RingfenceError, StoreUnavailable
 from ringfence.store.codec import check, check_lease, check_taken, encode, storable
-from ringfence.store.contract import Change, Event, Row
+from ringfence.store.contract import ANSWERS, Change, Event, Row
 from ringfence.store.sqlite_work import Work, move_log
 from ringfence.store.watching import Watchers
 
@@ -33,9 +33,10 @@ _LOOK = 0.05  # seconds between two looks at what other processes changed
 class SqliteStore:
     """A :class:`~ringfence.store.contract.Store`; see there. Made by :meth:`open`, used on one event loop."""
 
-    def __init__(self, path: str, busy: float) -> None:
+    def __init__(self, path: str, busy: float, answers: float) -> None:
         self.path = path
         self._busy = busy
+        self._answers = answers
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[Work], Any]] | None] = (
             queue.SimpleQueue()
@@ -46,18 +47,20 @@ class SqliteStore:
         self._thread = threading.Thread(target=self._work, name="ringfence-store", daemon=True)
 
     @classmethod
-    async def open(cls, path: str, *, busy: float = BUSY) -> SqliteStore:
+    async def open(cls, path: str, *, busy: float = BUSY, answers: float = ANSWERS) -> SqliteStore:
         """Open the file, made for its owner only if it is not there.
+
+        ``busy``: seconds that a write waits for another process's; ``answers``: that a call takes at most.
 
         Raises:
             InvalidRequest: it is another program's database.
             WrongState: a newer Ringfence wrote it.
             StoreUnavailable: it can't be opened.
         """
-        store = cls(os.path.abspath(path), busy)  # noqa: ASYNC240 - asks no disk
+        store = cls(os.path.abspath(path), busy, answers)  # noqa: ASYNC240 - asks no disk
         store._thread.start()
         try:
-            await store._do(lambda work: None)
+            await store._do(lambda work: None, within=None)  # a new version may have much to change
         except BaseException:
             await store.close()
             raise
@@ -104,7 +107,7 @@ class SqliteStore:
         self._tell(self._ended.set)
 
     def _run(self, work: Work | None, future: asyncio.Future[Any], do: Callable[[Work], Any]) -> Work | None:
-        if future.cancelled():
+        if future.done():  # nobody waits any more: it is not begun
             return work
         result: Any = None
         failure: BaseException | None = None
@@ -154,12 +157,23 @@ class SqliteStore:
         hint = next((hint for begin, hint in _HINTS.items() if name.startswith(begin)), "")
         return StoreUnavailable(f"{self.path}: {error}", hint=hint, cause=name)
 
-    async def _do(self, do: Callable[[Work], _T]) -> _T:
+    async def _do(self, do: Callable[[Work], _T], *, within: float | None = 0.0) -> _T:
+        """``within``: seconds that it may take; 0: what the store was opened with, ``None``: any."""
         if self._closed:
             raise StoreUnavailable("the store is closed")
         future: asyncio.Future[_T] = self._loop.create_future()
         self._jobs.put((future, do))
-        return await future
+        if within is None:
+            return await future
+        late = self._loop.call_later(within or self._answers, self._late, future)
+        try:
+            return await future
+        finally:
+            late.cancel()
+
+    def _late(self, future: asyncio.Future[Any]) -> None:
+        error = StoreUnavailable(f"{self.path}: no answer in time", hint=_HINTS["LATE"], cause="timeout")
+        _resolve(future, None, error)
 
     async def _change(self, do: Callable[[Work], tuple[_T, Iterable[tuple[str, str]]]]) -> _T:
         def done(work: Work) -> _T:
@@ -268,6 +282,7 @@ class SqliteStore:
 
 
 _HINTS = {
+    "LATE": "its disk is slow, or hangs; try again. A change that was under way may have happened",
     "SQLITE_FULL": "make room on its disk; nothing of this change was written",
     "SQLITE_BUSY": "another process writes to it for a long time; try again",
     "SQLITE_LOCKED": "another process writes to it for a long time; try again",
