@@ -226,6 +226,15 @@ void worker_operation(struct channel *channel, const uint8_t *fields, size_t siz
 void workers_turn(void);
 _Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, size_t size); /* in the new process */
 
+/* --- asker.c --- */
+#define ASKER_NAME_MAX 256u
+struct asker { /* of a connection: what belongs to the workload, and may be anything */
+    uint64_t uid, inode, pid; /* pid 0: not found */
+    char comm[32], name[ASKER_NAME_MAX]; /* name: its first argument */
+    size_t comm_size, name_size;
+};
+bool asker_find(uint16_t peer, uint16_t named, struct asker *asker); /* false: nothing is known */
+
 /* --- net.c --- */
 void net_dial(struct channel *channel, const uint8_t *fields, size_t size);
 void net_listen(struct channel *channel, const uint8_t *fields, size_t size);

@@ -5,7 +5,6 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -280,25 +279,6 @@ void net_dial(struct channel *channel, const uint8_t *fields, size_t size)
     stream_arm(stream);
 }
 
-/* Whose socket the other end is, as the kernel's table says; false if it is not there (any more). */
-static bool peer_uid(uint16_t peer, uint16_t own, uint64_t *uid)
-{
-    FILE *table = fopen("/proc/net/tcp", "re");
-    char line[256];
-    bool found = false;
-    for (int i = 0; table != NULL && !found && i < 4096 && fgets(line, sizeof line, table) != NULL; i++) {
-        unsigned local, remote, owner;
-        if (sscanf(line, " %*d: %*8x:%4x %*8x:%4x %*x %*x:%*x %*x:%*x %*x %u", &local, &remote, &owner) == 3 &&
-            local == peer && remote == own) {
-            *uid = owner;
-            found = true;
-        }
-    }
-    if (table != NULL)
-        fclose(table);
-    return found;
-}
-
 /* Where the connection was for, before a rule of this namespace sent it here; nothing if it was for here. Returns the
  * port that whoever connected named. */
 static uint16_t write_original(struct writer *out, int fd, uint16_t port)
@@ -320,15 +300,21 @@ static uint16_t write_original(struct writer *out, int fd, uint16_t port)
 static void hand_over(struct listener *listener, int fd, uint16_t peer)
 {
     static const struct linger now = {.l_onoff = 1};
-    uint8_t bytes[128];
-    uint64_t uid;
+    uint8_t bytes[512];
+    struct asker asker;
     int on = 1;
     struct writer out = writer_of(bytes, sizeof bytes);
     write_number(&out, 1, listener->channel->id);
     write_number(&out, 2, peer);
     uint16_t named = write_original(&out, fd, listener->port);
-    if (peer_uid(peer, named, &uid))
-        write_number(&out, 3, uid);
+    if (asker_find(peer, named, &asker)) {
+        write_number(&out, 3, asker.uid);
+        if (asker.pid != 0) {
+            write_number(&out, 6, asker.pid);
+            write_bytes(&out, 7, asker.comm, asker.comm_size);
+            write_bytes(&out, 8, asker.name, asker.name_size);
+        }
+    }
     struct stream *stream = stream_new(fd);
     struct channel *channel = stream == NULL ? NULL
                             : channel_open_host(listener->channel->link, 34, out.data, out.size);

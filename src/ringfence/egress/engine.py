@@ -159,7 +159,7 @@ class Engine:
             "sent": flow.sent,
             "received": flow.received,
             "seconds": round(time.time() - flow.started, 4),
-            "reported": None if flow.peer is None else {"port": flow.peer.port, "uid": flow.peer.uid},
+            "reported": None if flow.peer is None else flow.peer.told(),
         }
         line |= decision.as_dict() | more
         if decision.allowed and door.network.record == "none":
@@ -192,7 +192,7 @@ class Engine:
             "at": round(flow.started, 3), "seconds": round(time.time() - flow.started, 4), "id": flow.id,
             "sandbox": door.spec.sandbox, "project": door.spec.project, "task": door.spec.task,
             "rule": None if decision.rule is None else decision.rule.label,
-            "reported": None if flow.peer is None else {"port": flow.peer.port, "uid": flow.peer.uid},
+            "reported": None if flow.peer is None else flow.peer.told(),
         }  # fmt: skip
         self.records.write(door.spec.sandbox, about, taking, door.patterns)
 

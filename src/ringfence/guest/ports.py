@@ -18,12 +18,24 @@ class Peer(NamedTuple):
 
     ``destination``: the IPv4 address and port that the connection was meant for, where a rule of the
     sandbox's network namespace caught it on the way; ``None`` where it was meant for the listener itself.
+    ``pid``, ``program``: of one process that held the connection, as seen inside, with its first argument (or
+    what the kernel calls it, if it has none); 0 and ``""`` where it was not found.
     """
 
     port: int
     uid: int | None
     destination: tuple[str, int] | None = None
+    pid: int = 0
+    program: str = ""
 
+    def told(self) -> dict[str, object]:
+        """What a log says under ``reported``."""
+        process = {"pid": self.pid, "program": self.program} if self.pid else {}
+        return {"port": self.port, "uid": self.uid, **process}
+
+
+_MOST_PROGRAM = 256  # characters that are kept of a program's name
+_MOST_PID = 2**22  # of the kernel
 
 MOST_DATAGRAM = 4096  # bytes
 _RECORD = struct.Struct("<II")  # size, number
@@ -171,7 +183,9 @@ class GuestListener:
             return
         try:
             uid = fields.number(3, most=2**32 - 1) if 3 in fields else None
-            peer = Peer(fields.number(2, 0, most=65535), uid, _destination(fields))
+            pid = fields.number(6, 0, most=_MOST_PID)
+            program = fields.text(8, "", limit=_MOST_PROGRAM) or fields.text(7, "", limit=_MOST_PROGRAM)
+            peer = Peer(fields.number(2, 0, most=65535), uid, _destination(fields), pid, program)
         except ProtocolViolation:
             channel.refuse(errno.EINVAL, "peer")
             return

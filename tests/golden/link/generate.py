@@ -76,7 +76,7 @@ VARIABLE: dict[tuple[int, int], dict[int, str]] = {
     (REPLY, 19): STAT,
     (REPLY, 49): dict.fromkeys(range(1, 7), "any_stat"),
     (EVENT, 1): {5: "any_user", 6: "any_system", 7: "any_resident"},
-    (OPEN, 34): {2: "any_port", 3: "uid"},
+    (OPEN, 34): {2: "any_port", 3: "uid", 6: "any_pid"},
 }
 
 

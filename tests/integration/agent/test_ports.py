@@ -18,6 +18,7 @@ from wall import (
     REPLY,
     AgentError,
     Client,
+    Frame,
     Wall,
     argv,
     follow,
@@ -143,3 +144,67 @@ def test_a_lost_link_takes_its_ports_along(walled: Wall, client: Client) -> None
         if frame.type == REPLY:
             return
         assert frame.errno == errno.EADDRINUSE
+
+
+HOSTILE_NAME = "evil\n\x1b]0;" + "A" * 4096
+HOSTILE = """
+printf 'a\\033b\\tc' > /proc/$$/comm
+exec 3<> /dev/tcp/127.0.0.1/PORT
+echo $$
+read -u 3 x
+"""
+
+
+def who(frame: Frame) -> dict[int, bytes]:
+    """What the guest says about a connection."""
+    assert frame.type == OPEN, frame
+    return dict(parse(frame.payload[2:]))
+
+
+@pytest.mark.usefixtures("network")
+def test_who_connected_is_told_within_bounds(client: Client) -> None:
+    listener = client.open(LISTEN, (1, 0))
+    port = number(dict(parse(client.reply(listener)))[1])
+    plain = f"import os, socket; s = socket.create_connection(('127.0.0.1', {port})); s.recv(1)"
+    user = client.open(1, (1, "plain"), *argv("python3", "-c", plain))
+    pid = number(dict(parse(client.reply(user)))[1])
+    told = who(client.frame(2))
+    assert number(told[6]) == pid
+    assert told[8] == b"python3"
+    assert told[7].startswith(b"python")
+    client.send(ERROR, 2, struct.pack("<I", errno.EACCES))
+    follow(client, user)
+    script = HOSTILE.replace("PORT", str(port))
+    start = f"import os; os.execv('/bin/bash', [{HOSTILE_NAME!r}, '-c', {script!r}])"
+    user = client.open(1, (1, "hostile"), *argv("python3", "-c", start))
+    client.reply(user)
+    told = who(client.frame(4))
+    assert told[7] == b"a\x1bb\tc"
+    assert told[8] == HOSTILE_NAME.encode()[:256]
+    client.send(ERROR, 4, struct.pack("<I", errno.EACCES))
+    assert int(follow(client, user).out[1].split()[0]) == number(told[6])
+
+
+@pytest.mark.usefixtures("network")
+def test_a_flood_of_connections_is_handed_over_whole(client: Client) -> None:
+    """Looking who asked takes a bounded time: in a flood some go unnamed, but none is lost."""
+    listener = client.open(LISTEN, (1, 0), (2, 512))
+    port = number(dict(parse(client.reply(listener)))[1])
+    many = 300
+    flood = (
+        f"import socket\nheld = [socket.create_connection(('127.0.0.1', {port})) for _ in range({many})]\n"
+        "print(sum(len(s.recv(1)) for s in held))"
+    )
+    user = client.open(1, (1, "flood"), *argv("python3", "-c", flood))
+    pid = number(dict(parse(client.reply(user)))[1])
+    named = 0
+    for channel in range(2, 2 * many + 2, 2):
+        told = who(client.frame(channel))
+        assert number(told[1]) == listener
+        if 6 in told:
+            named += 1
+            assert number(told[6]) == pid
+        client.send(REPLY, channel)
+        client.data(channel, b"x")
+    assert 1 <= named <= many
+    assert follow(client, user).out[1].strip() == b"%d" % many

@@ -130,6 +130,8 @@ async def test_a_request_from_inside_a_sandbox(
     ]
     assert [line["decision"] for line in lines] == ["allowed", "denied", "denied"]
     assert lines[0]["reported"]["port"] > 0
+    assert lines[0]["reported"]["program"] == "curl"
+    assert lines[0]["reported"]["pid"] > 1
 
 
 async def test_the_process_has_no_rights(doors: Doors, tmp_path: Path) -> None:

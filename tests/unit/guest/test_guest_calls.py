@@ -285,7 +285,7 @@ async def test_connections_from_inside_are_accepted() -> None:
         refused = await peer.receive()  # beyond the backlog
         assert (refused.channel, refused.kind) == (6, frames.ERROR)
         first = await listener.accept()
-        assert first.peer == (555, 1000, None)
+        assert first.peer == (555, 1000, None, 0, "")
         assert await peer.receive() == (2, frames.REPLY, b"")
         await peer.send(frames.data_frame(2, 0, 0, b"CONNECT"))
         assert await first.read() == b"CONNECT"

@@ -51,6 +51,7 @@ async def test_destinations(told: list[tuple[int, Value]], destination: tuple[st
         [(4, "::1"), (5, 443)],
         [(4, b"\xff\xfe"), (5, 443)],
         [(3, 2**40)],
+        [(6, 2**40), (8, "curl")],  # no such process id
     ],
 )
 async def test_lies_about_destinations_are_refused(told: list[tuple[int, Value]]) -> None:
@@ -126,3 +127,32 @@ def test_what_programs_are_told() -> None:
     assert all(
         port > 60999 for port in (doors.HTTP_PORT, doors.SOCKS_PORT, doors.CAUGHT_PORT, doors.DNS_PORT)
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "process"),
+    [
+        ([], (0, "")),
+        ([(6, 7), (7, "python3"), (8, "/usr/bin/python3")], (7, "/usr/bin/python3")),
+        ([(6, 7), (7, "kworker"), (8, "")], (7, "kworker")),
+        ([(6, 7), (7, "x"), (8, b"a\nb\x1b[31m\xff")], (7, "a\ufffdb\ufffd[31m\ufffd")),
+        ([(6, 7), (7, "x"), (8, "y" * 4096)], (7, "y" * 255 + "…")),
+    ],
+)
+async def test_who_asked_is_text_that_harms_no_log(
+    told: list[tuple[int, Value]], process: tuple[int, str]
+) -> None:
+    async with linked() as (link, peer):
+        task = asyncio.create_task(link.listen(0))
+        got = await peer.opened(LISTEN)
+        await peer.send(reply(got.channel, (1, 5555)))
+        listener = await task
+        await peer.send(frames.open_frame(2, 34, encode([(1, got.channel), (2, 555), (3, 1000), *told])))
+        stream = await listener.accept()
+        assert stream.peer is not None
+        assert (stream.peer.pid, stream.peer.program) == process
+        said = stream.peer.told()
+        assert said.get("program", "") == process[1]
+        assert ("pid" in said) == bool(process[0])
+        await stream.close()
+        await listener.close()
