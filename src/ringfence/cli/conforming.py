@@ -30,11 +30,10 @@ NEEDED = {"pytest": "pytest", "pytest_asyncio": "pytest-asyncio", "pytest_timeou
 REMEDY = "pip install 'ringfence[conformance]'"
 PATIENCE = 2  # signals that a clean-up ignores; whoever sends more wants us gone
 CLEAN_UP = 60.0  # seconds that an interrupted session gets to take its sandboxes down
-PER_TEST = 120  # seconds
-_INI = f"""[pytest]
+_INI = """[pytest]
 asyncio_mode = auto
 asyncio_default_fixture_loop_scope = function
-timeout = {PER_TEST}
+timeout = {seconds}
 """
 _NO_TESTS = 5  # pytest's exit code
 
@@ -178,7 +177,9 @@ def _run_in(
     signals: Signals,
     progress: Callable[[Session, dict[str, Any]], None],
 ) -> None:
-    (folder / "pytest.ini").write_text(_INI)
+    from ringfence.conformance.tables.selected import seconds
+
+    (folder / "pytest.ini").write_text(_INI.format(seconds=seconds(session.runtime)))
     reader, writer = os.pipe()
     with open(folder / "log", "w+b") as log, open(reader, encoding="utf-8") as lines:
         try:

@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence.cli.output import note, print_json, printable, table
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HELD, VIOLATED, UNKNOWN = "held", "violated", "not measured"
 LIMIT = 60.0  # seconds for the attempts inside
+LIMIT_EMULATED = 900.0  # a machine boots first, and then takes its time
 # What the workload may keep only when it was started as the sandbox's own root.
 NAMESPACES = ("mnt", "pid", "net", "ipc", "uts")
 
@@ -93,8 +94,13 @@ def configure(parser: Parser) -> None:
         metavar="NAME",
         help="which runtime (may be repeated; default: the one `ringfence run` would choose)",
     )
+    parser.add_argument(
+        "--template", metavar="NAME", help="for runtimes that can't run on the host's own files"
+    )
     parser.add_argument("--user", type=int, default=1000, metavar="UID", help="user inside: 1000 or 0")
-    parser.add_argument("--python", metavar="PATH", help="a Python below /usr for the attempts inside")
+    parser.add_argument(
+        "--python", metavar="PATH", help="a Python for the attempts inside (default: below /usr/bin)"
+    )
     add_json(parser)
 
 
@@ -114,13 +120,17 @@ def main(options: argparse.Namespace) -> int:
 async def _examine(options: argparse.Namespace) -> list[Findings]:
     from ringfence.node.service import Node
 
-    python = options.python or _python()
     async with await Node.open(adopt=False) as node:
-        return [await examine(node, name, options.user, python) for name in options.runtime or [None]]
+        return [
+            await examine(node, name, options.user, options.python, options.template)
+            for name in options.runtime or [None]
+        ]
 
 
-async def examine(node: Any, runtime: str | None, user: int, python: str) -> Findings:
-    """Measure one runtime.
+async def examine(
+    node: Any, runtime: str | None, user: int, python: str | None = None, template: str | None = None
+) -> Findings:
+    """Measure one runtime. ``template`` is used only where the host's files can't be.
 
     Raises:
         NotFound, RuntimeUnavailable, StartFailed: no sandbox could be started with it.
@@ -130,12 +140,18 @@ async def examine(node: Any, runtime: str | None, user: int, python: str) -> Fin
     from ringfence.model.policy import Isolation, Limits, Policy, Process
     from ringfence.model.sandbox import SandboxRequest
 
-    isolation = Isolation(runtime=runtime, minimum=Level.L1 if runtime else Level.L2)
+    # Who names a runtime wants to know about that one, emulated or not.
+    isolation = Isolation(
+        runtime=runtime, minimum=Level.L1 if runtime else Level.L2, allow_emulated=runtime is not None
+    )
+    own = runtime is not None and not (await node.runtime(runtime)).capabilities().host_template
+    python = python or ("/usr/bin/python3" if own else _python())
     policy = Policy().with_wall(isolation=isolation, process=Process(user=user))
-    policy = policy.with_door(limits=Limits(timeout=LIMIT))
+    policy = policy.with_door(limits=Limits(timeout=LIMIT_EMULATED if own else LIMIT))
     with Canaries(root=user == 0) as canaries:
         # The token is in our own environment: a sandbox that inherits it has leaked it.
-        sandbox = await node.create(SandboxRequest(policy=policy))
+        request = SandboxRequest(policy=policy)
+        sandbox = await node.create(replace(request, template=template) if own and template else request)
         try:
             boundary, answers = await _try_inside(sandbox, canaries, await _attempts(node, runtime, python))
         finally:

@@ -24,6 +24,7 @@ from ringfence.conformance.harness import (
 )
 from ringfence.conformance.plugin import needs, who
 from ringfence.conformance.tables.capabilities import expected
+from ringfence.conformance.tables.selected import at_once
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import LinkLost, RingfenceError, StartFailed, Unsupported, WrongState
@@ -165,10 +166,11 @@ class LifecycleSuite(RuntimeSuite):
         assert (await run(second, "echo", "on")).text == "on"
 
     async def test_many_at_once(self, kit: Kit) -> None:
-        sandboxes = await asyncio.gather(*(kit.sandbox() for _ in range(12)))
+        many = at_once(kit.name)
+        sandboxes = await asyncio.gather(*(kit.sandbox() for _ in range(many)))
         links = await asyncio.gather(*(kit.link(sandbox) for sandbox in sandboxes))
         results = await asyncio.gather(*(run(link, "echo", str(n)) for n, link in enumerate(links)))
-        assert [done.text for done in results] == [str(n) for n in range(12)]
+        assert [done.text for done in results] == [str(n) for n in range(many)]
         await asyncio.gather(*(sandbox.destroy() for sandbox in sandboxes))
 
     async def test_a_start_that_is_cancelled_leaves_nothing(self, kit: Kit) -> None:

@@ -27,6 +27,22 @@ SELECTED: dict[str, frozenset[str]] = {
 }
 
 
+# Seconds that one test may take: whole machines start several times in one, emulated, on a busy host.
+SECONDS = {"qemu-microvm": 600, "qemu": 1800}
+# How many walls a test starts at once.
+AT_ONCE = {"qemu-microvm": 4, "qemu": 2}
+
+
+def seconds(runtime: str) -> int:
+    """How long a test on a runtime may take."""
+    return SECONDS.get(runtime, 120)
+
+
+def at_once(runtime: str) -> int:
+    """How many walls of a runtime a test of many starts."""
+    return AT_ONCE.get(runtime, 12)
+
+
 def runs(runtime: str, test: str) -> bool:
     """Whether a test runs on a runtime that was not asked for by name."""
     return runtime not in SELECTED or test in SELECTED[runtime]
