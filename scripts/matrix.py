@@ -1,26 +1,32 @@
 """Writes docs/matrix.md, and the table in README.md, from the committed tables and from a real run.
 
-usage: matrix.py --run [RUNTIME…]   run conformance, probe and bench on every runtime that works here (or on
-                                    these, and keep what docs/matrix.json says of the others), and write
-       matrix.py --write            write the pages anew from docs/matrix.json
-       matrix.py --check            exit 1 if the pages are not what docs/matrix.json and the tables say, or
-                                    if that run saw other capabilities than the committed table has
+usage: matrix.py --run [OPTIONS] [RUNTIME…]   run conformance, probe and bench on every runtime that works
+                                              here (or on these, and keep what docs/matrix.json says of the
+                                              others), and write
+           --parts PART[,PART]                these only, of: suites, probe, bench
+           --suites FILE                      what `ringfence conformance --json` has printed here, instead
+                                              of running it (may be repeated)
+       matrix.py --write                      write the pages anew from docs/matrix.json
+       matrix.py --check                      exit 1 if the pages are not what docs/matrix.json and the tables
+                                              say, or if that run saw other capabilities than the table has
 
-Run it as root, on an idle machine. A run takes some minutes a runtime.
+A container engine of the run's own is started where none is named (DOCKER_HOST, CONTAINER_HOST), and virtual
+machines get a small Debian. Run it as root, on an idle machine: some minutes a runtime, and up to hours where
+machines are emulated. `--parts bench` measures the times again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from matrix_run import PARTS, Table, measure  # noqa: E402
 from spec_figures import row  # noqa: E402
 
 from ringfence.conformance.tables.capabilities import RUNTIMES  # noqa: E402
@@ -32,79 +38,6 @@ BEGIN = "<!-- matrix: written by scripts/matrix.py; do not edit by hand -->\n"
 END = "<!-- end of matrix -->\n"
 UNMEASURED = "Not measured yet: `make matrix`.\n"
 NOTHING = "–"
-Table = dict[str, Any]
-
-
-# -- the run
-
-
-class Failed(Exception):
-    """A command that should have measured something did not; the message says why."""
-
-
-def ringfence(*arguments: str) -> Any:
-    """The document that a command prints; exit code 1 is a verdict.
-
-    Raises:
-        Failed: it came to none.
-    """
-    argv = [sys.executable, "-m", "ringfence", *arguments, "--json"]
-    print("matrix: " + " ".join(argv[2:]), file=sys.stderr, flush=True)
-    done = subprocess.run(argv, stdout=subprocess.PIPE, check=False, cwd=ROOT)
-    try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        found = {}
-    if done.returncode not in (0, 1) or "error" in found or not found:
-        reason = found.get("error", {}).get("message", f"exit code {done.returncode}")
-        raise Failed(f"ringfence {arguments[0]}: {reason}")
-    return found
-
-
-def measure(names: list[str]) -> Table:
-    """What a run on this machine shows, as docs/matrix.json keeps it."""
-    chosen = [word for name in names or ["all"] for word in ("--runtime", name)]
-    try:
-        suites = ringfence("conformance", *chosen)
-    except Failed as error:
-        raise SystemExit(f"matrix: {error}") from None
-    runtimes: dict[str, Table] = {}
-    machine: Table = {}
-    for found in suites["runtimes"]:
-        name = found["runtime"]
-        entry = {key: found[key] for key in ("level", "boundary", "health", "version", "reason", "ran")}
-        if found["ran"]:
-            keys = ("capabilities", "passed", "failed", "areas", "skipped", "xfailed", "trouble")
-            entry |= {key: found[key] for key in keys}
-            entry["failures"] = [failure["test"] for failure in found["failures"]]
-            machine = _costs(name, entry) or machine
-        runtimes[name] = entry
-    return {"machine": machine, "kernel": suites["kernel"], "root": suites["root"], "runtimes": runtimes}
-
-
-def _costs(name: str, entry: Table) -> Table:
-    """Probe and bench of one runtime into its entry; what can't be had is named there. Returns machine."""
-    entry["unmeasured"] = []
-    try:
-        probed = ringfence("probe", "--runtime", name)["runtimes"][0]
-        entry["probe"] = {promise: value["state"] for promise, value in probed["promises"].items()}
-    except Failed as error:
-        entry["unmeasured"].append(str(error))
-    options = ("--quick", "--only", "cold", "--only", "memory", "--against", "")
-    try:
-        bench = ringfence("bench", "--runtime", name, *options)
-    except Failed as error:
-        entry["unmeasured"].append(str(error))
-        return {}
-    figures = {figure["name"]: figure for figure in bench["figures"]}
-    entry["cold"] = _figure(figures.get(f"{name}: cold start to first output"))
-    entry["memory"] = _figure(figures.get(f"{name}: memory of an idle sandbox"))
-    measured: Table = bench["machine"]
-    return measured
-
-
-def _figure(figure: Table | None) -> Table | None:
-    return None if figure is None else {key: value for key, value in figure.items() if key != "name"}
 
 
 # -- the pages
@@ -274,6 +207,8 @@ def absent(run: Table) -> list[str]:
             lines.append(f"* `{name}`: {entry['reason']}")
         else:
             lines += [f"* `{name}`: {reason}" for reason in entry["unmeasured"]]
+            if "cold" not in entry and not entry["unmeasured"]:
+                lines.append(f"* `{name}`: times and memory; `scripts/matrix.py --run --parts bench {name}`.")
     return lines
 
 
@@ -353,6 +288,17 @@ def disagreements(run: Table) -> list[str]:
     return found
 
 
+def _measured(words: list[str], run: Table | None) -> Table:
+    parser = argparse.ArgumentParser(prog="matrix.py --run", usage=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), type=lambda text: text.split(","))
+    parser.add_argument("--suites", action="append", default=[])
+    parser.add_argument("runtimes", nargs="*")
+    options = parser.parse_args(words)
+    if unknown := sorted({*options.parts} - {*PARTS}):
+        parser.error(f"--parts {unknown[0]}: known are {', '.join(PARTS)}")
+    return measure(options.runtimes, options.parts, options.suites, run)
+
+
 def main(arguments: list[str]) -> int:
     """See the module."""
     if (
@@ -364,11 +310,7 @@ def main(arguments: list[str]) -> int:
         return 2
     run: Table | None = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else None
     if arguments[0] == "--run":
-        made = measure(arguments[1:])
-        if arguments[1:] and run is not None:
-            made["runtimes"] = run["runtimes"] | made["runtimes"]
-            made["machine"] = made["machine"] or run["machine"]
-        run = made
+        run = _measured(arguments[1:], run)
         FIGURES.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     wanted = {PAGE: page(run), README: readme(run)}
     if arguments[0] != "--check":

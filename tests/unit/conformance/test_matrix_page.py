@@ -98,3 +98,43 @@ def test_a_page_before_any_run_says_so(matrix: ModuleType, capsys: pytest.Captur
     assert "Not measured yet" in matrix.PAGE.read_text()
     assert matrix.main(["--check"]) == 0
     assert matrix.main([]) == 2
+
+
+def suites(name: str, passed: int) -> dict[str, Any]:
+    """What ``ringfence conformance --json`` prints, shortened."""
+    found = {
+        "runtime": name, "level": "L2", "boundary": "namespaces", "health": "healthy", "version": "2",
+        "reason": "", "ran": True, "expected": None, "ok": True, "seconds": 1.0,
+        "capabilities": json.loads(json.dumps(asdict(RUNTIMES[name]["root"]))), "passed": passed,
+        "failed": 0, "areas": {"files": {"passed": passed}}, "skipped": {}, "xfailed": {}, "failures": [],
+        "trouble": "",
+    }  # fmt: skip
+    return {"ok": True, "version": "0", "root": True, "kernel": "6.2", "keyword": None, "runtimes": [found]}
+
+
+def test_parts_of_a_run_leave_the_others_as_they_are(
+    matrix: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matrix.FIGURES.write_text(json.dumps(run(jail=entry("jail"), runc=entry("runc"))))
+    told = []
+    for name, passed in (("jail", 11), ("podman", 7)):
+        told += ["--suites", str(tmp_path / name)]
+        (tmp_path / name).write_text(json.dumps(suites(name, passed)))
+    assert matrix.main(["--run", "--parts", "suites", *told, "jail"]) == 0
+    kept = json.loads(matrix.FIGURES.read_text())
+    assert (kept["kernel"], kept["machine"]["kernel"]) == ("6.2", "6.1")
+    jail = kept["runtimes"]["jail"]
+    assert (jail["passed"], jail["version"], jail["cold"]["p50"]) == (11, "2", 4.62)
+    assert jail["probe"] == {"mount": "held", "trace": "held"}
+    assert kept["runtimes"]["runc"] == entry("runc")
+    text = matrix.PAGE.read_text()
+    (line,) = [each for each in text.splitlines() if each.startswith("| `podman` | L2")]
+    assert [cell.strip() for cell in line.strip("|").split("|")][4:8] == ["–", "–", "7 of 7", "–"]
+    assert "* `podman`: times and memory; `scripts/matrix.py --run --parts bench podman`." in text
+    assert matrix.main(["--check"]) == 0
+
+
+def test_a_part_that_nobody_knows_is_refused(matrix: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        matrix.main(["--run", "--parts", "suites,prose"])
+    assert "prose: known are suites, probe, bench" in capsys.readouterr().err
