@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence.cli.output import note, printable
-from ringfence.model.errors import GuestRefused, RuntimeUnavailable
+from ringfence.model.errors import GuestRefused, NodeUnavailable, RuntimeUnavailable
 from ringfence.model.policy_network import check_free, variables
 
 if TYPE_CHECKING:
@@ -128,8 +128,10 @@ class RunDoor:
                 self._told.add(line)
                 note(printable(line))
 
-    async def close(self) -> None:
-        """Close it, and end the proxy. Idempotent."""
+    async def close(self, *, keep: bool = False) -> None:
+        """Close it, and end the proxy. Idempotent. ``keep``: the sandbox lives on; what it used counts."""
+        with contextlib.suppress(NodeUnavailable):
+            await self._doors.close(self._sandbox, keep=keep)
         await self._doors.stop()
         if self._telling is not None:
             with contextlib.suppress(asyncio.CancelledError):

@@ -177,7 +177,7 @@ class Run:
             kept = self.request.keep and not sandbox.ended.done()
         finally:
             if door is not None:
-                await door.close()
+                await door.close(keep=kept)
             if not kept:
                 await sandbox.destroy()
         return self._report(result, boundary, changes, copied, kept)

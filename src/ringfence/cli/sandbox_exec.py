@@ -58,7 +58,7 @@ class Exec(Run):
             return self._outcome(await self._command())
         finally:
             if door is not None:
-                await door.close()
+                await door.close(keep=True)
             await sandbox.detach()
 
     async def _run(self, spec: Any) -> Any:

@@ -253,7 +253,7 @@ class Claims:
             deadline = core.now() + float(sandbox.document["timeout"])
             placed = await core.placement.bind(
                 sandbox.id,
-                env=sandbox.env or None,
+                env={**sandbox.env, **await self.starting.variables(sandbox)} or None,
                 secrets=(unstored.secrets or None) if unstored is not None else None,
                 owner=owner_of(sandbox),
                 labels=sandbox.document.get("labels") or {},

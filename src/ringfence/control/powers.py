@@ -40,6 +40,7 @@ class Powers:
     def __init__(self, core: Core, links: Links) -> None:
         self.core = core
         self.links = links
+        self.doors: Any = None  # the egress doors, once there are any
 
     @staticmethod
     def able(sandbox: Sandbox, *capabilities: str) -> None:
@@ -164,6 +165,8 @@ class Powers:
             try:
                 placed = await core.placement.reset(sandbox.id)
                 boundary = placed.boundary or await core.placement.measure(sandbox.id)
+                if self.doors is not None:  # the new wall has neither the links nor the bundle of the old one
+                    await self.doors.open(sandbox)
             except BaseException:
                 with contextlib.suppress(RingfenceError):
                     await core.change(
@@ -219,6 +222,8 @@ class Powers:
                     "runtime": sandbox.runtime,
                     "kind": kind,
                     "temporary": temporary,
+                    "lineage": list(sandbox.family),
+                    "revoked": list(sandbox.revoked),
                     "actor": token,
                 },
             )

@@ -34,6 +34,10 @@ class Quota:
     ``alive``: sandboxes that have not ended. ``cpus`` and ``memory`` (bytes): the sum of what those may use.
     ``storage``: bytes of their disks, of volumes and snapshots. ``creates``: sandboxes a minute. ``pool``:
     members of all pools together, at most. ``requests``: a second, and ``burst`` at once, per API process.
+
+    At the egress doors, all sandboxes together: ``connections`` at once and ``bandwidth`` (bits a second,
+    each way), per API process; ``egress_requests``, ``egress_bytes``, ``egress_spend`` since the project is,
+    and ``egress_rate``, requests a second, per API process.
     """
 
     alive: int | None = 1000
@@ -44,6 +48,12 @@ class Quota:
     pool: int | None = 200
     requests: float | None = 2000.0
     burst: int = 4000
+    connections: int | None = None
+    bandwidth: int | None = None
+    egress_requests: int | None = None
+    egress_bytes: int | None = None
+    egress_rate: float | None = None
+    egress_spend: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -64,12 +74,14 @@ class Quota:
                 )
             if value is None and name != "burst":
                 continue
-            whole = name not in ("cpus", "requests")
+            whole = name not in ("cpus", "requests", "egress_rate", "egress_spend")
             number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             if not number or not 0 <= value < 2**53:
                 raise InvalidRequest(
                     f"{name}: {value!r} is no limit", hint="a number from 0 on, or null for none"
                 )
+            if name in ("bandwidth", "egress_rate") and not value:
+                raise InvalidRequest(f"{name}: 0 is no limit", hint="more than 0, or null for none")
         return replace(base or cls(), **given)
 
 

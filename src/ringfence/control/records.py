@@ -13,6 +13,7 @@ from ringfence.placement.contract import VolumeMount
 from ringfence.store.contract import Row
 
 KIND = "sandbox"
+MOST_LINEAGE = 64  # ancestors whose placeholders a copy may use
 # In the order of a life. Members of pools (WARMING, WARM) are nobody's and shown to nobody.
 ALIVE = (
     State.PENDING,
@@ -40,7 +41,8 @@ class CreateSandbox:
     is accepted. ``secrets`` (files in ``/run/secrets``) and ``files`` (path to content) are bound before it
     counts as running and are never in the store. ``start_timeout``: seconds for waiting in a queue and for
     the start, all attempts. ``idempotency_key`` with ``digest``, of the whole request: the same key again
-    gives the same sandbox.
+    gives the same sandbox. ``lineage``: the sandboxes that it is a copy of, nearest first, whose placeholders
+    it may use; ``revoked``: those that it may not any more.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -60,6 +62,8 @@ class CreateSandbox:
     parent_agent: str | None = None
     agent_class: str | None = None
     task: str | None = None
+    lineage: tuple[str, ...] = ()
+    revoked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,21 @@ class Sandbox:
     def revision(self) -> int:
         """Of its row: grows with every change."""
         return self.row.revision
+
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """The sandboxes that it is a copy of, nearest first."""
+        return tuple(self.row.document.get("lineage", ()))
+
+    @property
+    def revoked(self) -> tuple[str, ...]:
+        """The sandboxes, of its lineage or itself, whose placeholders are worth nothing in it."""
+        return tuple(self.row.document.get("revoked", ()))
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        """What a copy of it descends from: itself and its lineage."""
+        return (self.id, *self.lineage)[:MOST_LINEAGE]
 
     @property
     def document(self) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ from ringfence.model.ids import new_id
 from ringfence.model.levels import Cause
 from ringfence.model.policies import from_dict
 from ringfence.model.policy import Policy
+from ringfence.model.policy_network import check_free, variables
 from ringfence.model.states import FINAL, State
 from ringfence.store.contract import Change, Event, Put, Row
 
@@ -44,6 +45,27 @@ def charge(policy: Policy) -> dict[str, Any]:
     """What a sandbox counts for, as its row has it until it ends."""
     size = policy.wall.resources
     return {"cpus": size.cpus, "memory": size.memory, "disk": size.disk}
+
+
+def _same_mode(sandbox: Sandbox, policy: Policy | None) -> Policy:
+    """The policy that holds after a change, whose network has the mode of the start.
+
+    Raises:
+        WrongState: it has another.
+    """
+    stands = from_dict(dict(sandbox.policy))
+    if policy is None:
+        return stands
+    had, wanted = stands.door.network.mode, policy.door.network.mode
+    if had != wanted:
+        raise WrongState(
+            f"sandbox {sandbox.id} was started with network mode {had}, which can't become {wanted}",
+            hint="create another one with it"
+            if had != "egress"
+            else "leave the rules in allow empty, which lets nothing through",
+            mode=had,
+        )
+    return policy
 
 
 class Sandboxes:
@@ -108,6 +130,7 @@ class Sandboxes:
                 hint="start it without --no-egress and with the extra `egress`, or ask for network mode none",
                 capability="egress",
             )
+        check_free(variables(request.policy.door.network), request.env)
         if self.claims is not None:
             served = await self.claims.serve(principal, request)
             if served is not None:
@@ -129,7 +152,14 @@ class Sandboxes:
                     "a snapshot keeps the wall it was taken of", hint="leave isolation, process and size out"
                 )
             policy = replace(policy, wall=saved.wall)
-        return replace(request, snapshot=row.id, policy=policy, template=str(row.document["template"]))
+        return replace(
+            request,
+            snapshot=row.id,
+            policy=policy,
+            template=str(row.document["template"]),
+            lineage=tuple(row.document.get("lineage") or (row.document["sandbox"],)),
+            revoked=tuple(row.document.get("revoked", ())),
+        )
 
     async def on_demand(
         self,
@@ -245,6 +275,8 @@ class Sandboxes:
             document["volumes"] = [[each.volume, each.path, each.read_only] for each in request.volumes]
         if request.snapshot:
             document["snapshot"] = request.snapshot
+        if request.lineage:
+            document |= {"lineage": list(request.lineage), "revoked": list(request.revoked)}
         if request.secrets or request.files:
             document["unstored"] = True
         return document
@@ -313,6 +345,7 @@ class Sandboxes:
 
         Raises:
             InvalidRequest: the policy has another wall. WrongState: it has ended, or does not run yet.
+            WrongState: the policy has another network mode than the sandbox was started with.
         """
         sandbox = await self.get(principal, id)
         if labels is not None and env is None and policy is None and secrets is None:
@@ -327,6 +360,9 @@ class Sandboxes:
         expect = {State.RUNNING, State.PAUSED}
         if sandbox.state not in expect:
             raise wrong_state(sandbox)
+        door = _same_mode(sandbox, policy).door
+        names = variables(door.network)
+        check_free(names, sandbox.env if env is None else env)
         changes: dict[str, Any] = {}
         if env is not None:
             changes["env"] = dict(env)
@@ -343,6 +379,9 @@ class Sandboxes:
             data={"fields": sorted(changes)},
             **changes,
         )
+        if env is not None or (policy is not None and names):
+            # What is bound replaces what was: the placeholders of the policy, too.
+            env = {**changed.env, **await self.starting.variables(changed)}
         await self.core.placement.bind(
             id,
             env=env,
@@ -354,6 +393,35 @@ class Sandboxes:
         if policy is not None and self.starting.doors is not None:
             await self.starting.doors.refresh(changed)
         self.links.saw(changed)
+        return changed
+
+    async def revoke(self, principal: Principal, id: str, sandboxes: Iterable[str] | None = None) -> Sandbox:
+        """Placeholders of these sandboxes are worth nothing in this one any more, nor in copies of it that
+        are made from now on: by default all that it inherited; its own if it is named. For good.
+
+        Raises:
+            InvalidRequest: one is neither this sandbox nor of its lineage. WrongState: it has ended.
+        """
+        sandbox = await self.get(principal, id)
+        if sandbox.final:
+            raise wrong_state(sandbox)
+        named = list(sandbox.lineage if sandboxes is None else sandboxes)
+        for each in named:
+            if each not in sandbox.family:
+                raise InvalidRequest(
+                    f"sandbox {id} has no placeholders of {each[:60]}",
+                    hint="name it or one that it is a copy of; without names all that it inherited",
+                )
+        revoked = list(dict.fromkeys((*sandbox.revoked, *named)))
+        changed = await self.core.change(
+            sandbox,
+            expect=set(VISIBLE) - FINAL,
+            event="revoked",
+            data={"placeholders_of": named},
+            revoked=revoked,
+        )
+        if self.starting.doors is not None:
+            await self.starting.doors.refresh(changed)
         return changed
 
     async def pause(self, principal: Principal, id: str) -> Sandbox:
@@ -406,6 +474,8 @@ class Sandboxes:
             parent_agent=sandbox.parent_agent,
             agent_class=sandbox.agent_class,
             task=sandbox.task,
+            lineage=sandbox.family,
+            revoked=sandbox.revoked,
         )
         event = {"fork_of": sandbox.id}
         try:

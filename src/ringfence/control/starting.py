@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ringfence.control import idempotency
@@ -114,7 +115,10 @@ class Starting:
         left = float(document["start_by"]) - core.now()
         try:
             async with asyncio.timeout(max(0.0, left)):
-                placed = await core.placement.start(self.spec(sandbox, deadline))
+                spec = self.spec(sandbox, deadline)
+                if found := await self.variables(sandbox):
+                    spec = replace(spec, env={**spec.env, **found})
+                placed = await core.placement.start(spec)
                 if placed.state == "ended":
                     raise ended_at_once(placed)
                 facts = await self.bound(sandbox, placed, unstored)
@@ -182,6 +186,10 @@ class Starting:
         )
 
     # -- the door
+
+    async def variables(self, sandbox: Sandbox) -> dict[str, str]:
+        """The placeholders of secrets that its policy gives to programs, by variable."""
+        return {} if self.doors is None else dict(await self.doors.variables(sandbox))
 
     async def bound(
         self, sandbox: Sandbox, placed: Placed, unstored: Unstored | None, *, claim: bool = False

@@ -14,12 +14,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ringfence.egress.door import DoorSpec
+from ringfence.egress.door import DoorSpec, ProjectLimits
 from ringfence.egress.messages import Messages
 from ringfence.model import errors
 from ringfence.model.errors import NotFound, RingfenceError
 
-__all__ = ["DoorSpec", "Doors"]
+__all__ = ["DoorSpec", "Doors", "ProjectLimits"]
 
 Dial = Callable[[], Awaitable[socket.socket]]
 _START = 30.0  # seconds for the process to come up
@@ -58,6 +58,8 @@ class Doors:
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._relinking: set[str] = set()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._openings: dict[str, int] = {}  # the last one of each sandbox
 
     @classmethod
     async def start(
@@ -183,7 +185,9 @@ class Doors:
                 self._learn(message)
             if message["event"] == "egress.asked" and self._webhook:
                 self._spawn(self._ask_webhook(message))
-            if message["event"] == "egress.link_lost":
+            if message["event"] == "egress.link_lost" and message.pop("opening", 0) == self._openings.get(
+                message["sandbox"]
+            ):
                 self._relink(message["sandbox"])
             self._publish(message)
             return
@@ -237,11 +241,22 @@ class Doors:
             PolicyError: the rules are wrong.
             GuestRefused, LinkLost: the agent can't serve it.
         """
+        async with self._locks.setdefault(spec.sandbox, asyncio.Lock()):
+            try:
+                await self._open(spec, dial)
+            except BaseException:
+                self._relink(spec.sandbox)  # if it had one: that one is closed
+                raise
+
+    async def _open(self, spec: DoorSpec, dial: Dial) -> None:
         sock = await dial()
         descriptor = os.dup(sock.fileno())
         sock.close()
         revoked = sorted(self._revoked.get(spec.sandbox, ()))
-        await self._call("open", descriptor, spec=_values(spec), revoked=revoked)
+        # What is told of the link that this one follows is old news from here on.
+        self._number += 1
+        opening = self._openings[spec.sandbox] = self._number
+        await self._call("open", descriptor, spec=_values(spec), revoked=revoked, opening=opening)
         self._specs[spec.sandbox] = (spec, dial)
 
     async def _ask_webhook(self, event: dict[str, Any]) -> None:
@@ -261,10 +276,16 @@ class Doors:
     async def _open_again(self, sandbox: str) -> None:
         wait = _BACKOFF[0]
         try:
+            lost = self._openings.get(sandbox)
             while not self._closing and sandbox in self._specs:
-                spec, dial = self._specs[sandbox]
                 try:
-                    await self.open(spec, dial)
+                    async with self._locks.setdefault(sandbox, asyncio.Lock()):
+                        if self._openings.get(sandbox) != lost or sandbox not in self._specs:
+                            return  # somebody else has opened or closed it meanwhile
+                        try:
+                            await self._open(*self._specs[sandbox])
+                        finally:
+                            lost = self._openings.get(sandbox)
                 except (RingfenceError, OSError, TimeoutError):
                     await asyncio.sleep(wait)
                     wait = min(wait * 2, _BACKOFF[1])
@@ -275,6 +296,18 @@ class Doors:
                 return
         finally:
             self._relinking.discard(sandbox)
+
+    async def limit(self, sandbox: str, budget: dict[str, Any] | None, limits: ProjectLimits) -> None:
+        """Another budget and other limits of its project from now on.
+
+        Raises:
+            NotFound: no door is open for it. PolicyError: it is no budget.
+        """
+        if sandbox not in self._specs:
+            raise NotFound(f"no door is open for sandbox {sandbox}")
+        await self._call("limit", sandbox=sandbox, budget=budget, limits=asdict(limits))
+        spec, dial = self._specs[sandbox]
+        self._specs[sandbox] = (replace(spec, project_budget=budget, limits=limits), dial)
 
     async def update(self, sandbox: str, network: dict[str, Any]) -> int:
         """Other rules, for open connections too; returns how many ended by it. The old ones stay on error.
@@ -290,12 +323,17 @@ class Doors:
         self._specs[sandbox] = (replace(spec, network=network), dial)
         return int(result["ended"])
 
-    async def close(self, sandbox: str) -> None:
-        """Close a sandbox's door. Idempotent."""
+    async def close(self, sandbox: str, *, keep: bool = False) -> None:
+        """Close a sandbox's door. Idempotent. ``keep``: it is opened again, maybe by another process: what
+        it used and its authority are not forgotten.
+        """
         self._revoked.pop(sandbox, None)
-        if self._specs.pop(sandbox, None) is not None and self._up.is_set():
+        known = self._specs.pop(sandbox, None) is not None
+        self._locks.pop(sandbox, None)
+        self._openings.pop(sandbox, None)
+        if known and self._up.is_set():
             with contextlib.suppress(errors.NodeUnavailable):
-                await self._call("close", sandbox=sandbox)
+                await self._call("close", sandbox=sandbox, keep=keep)
 
     async def ca(self, sandbox: str) -> bytes:
         """The certificate (PEM) that programs in a sandbox have to trust for inspected connections.
@@ -444,4 +482,4 @@ def _environment() -> dict[str, str]:
 
 
 def _values(spec: DoorSpec) -> dict[str, Any]:
-    return asdict(spec) | {"lineage": list(spec.lineage)}
+    return asdict(spec) | {"lineage": list(spec.lineage), "revoked": list(spec.revoked)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence.egress.inference import Guard
@@ -29,12 +29,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class ProjectLimits:
+    """What all sandboxes of a project share at the doors of one process; ``None``: without limit.
+
+    ``connections``: at once. ``bandwidth``: bits a second, each way.
+    """
+
+    connections: int | None = None
+    bandwidth: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DoorSpec:
     """Whose door it is, and what may pass.
 
     ``network``: the network part of the policy, as in its file. ``lineage``: the sandboxes that this one was
     forked from, nearest first. ``bandwidth``: bits a second, each way. ``project_budget``: as a rule's
-    budget, shared by all sandboxes of the project.
+    budget, shared by all sandboxes of the project. ``revoked``: the sandboxes, of its lineage or itself,
+    whose placeholders are worth nothing.
     """
 
     sandbox: str
@@ -45,6 +57,8 @@ class DoorSpec:
     lineage: tuple[str, ...] = ()
     bandwidth: int | None = None
     project_budget: dict[str, Any] | None = None
+    revoked: tuple[str, ...] = ()
+    limits: ProjectLimits = ProjectLimits()
 
 
 class Refused(Exception):
@@ -159,7 +173,7 @@ class Door:
         self.rules = self._rules()
         self.pool = Pool(self)
         self.flows: set[Flow] = set()
-        self.revoked: set[str] = set()  # of the family: their placeholders are worth nothing any more
+        self.revoked = set(spec.revoked)  # of the family: their placeholders are worth nothing any more
         self.refusals, self.refused_at, self.left_out = 500.0, time.monotonic(), 0
         self.closed = False
 
@@ -179,6 +193,15 @@ class Door:
         self.rules = self._rules()
         self.pool.drop()
         return self.judge_again()
+
+    def limit(self, budget: dict[str, Any] | None, limits: ProjectLimits) -> None:
+        """Other limits of the project from now on.
+
+        Raises:
+            PolicyError: it is no budget; the old ones stay.
+        """
+        self.project_budget = _budget(budget)
+        self.spec = replace(self.spec, project_budget=budget, limits=limits)
 
     def add_answer(self, rule: Rule) -> None:
         """Somebody's answer is a rule from now on."""
@@ -302,10 +325,23 @@ class Door:
         """Register the current task as the connection's. Use with :meth:`done`."""
         flow.task = asyncio.current_task()
         self.flows.add(flow)
+        self.engine.connections[self.spec.project] += 1
+
+    def crowded(self) -> str:
+        """Whose connections are too many now; empty: nobody's."""
+        spec = self.spec
+        if len(self.flows) > self.network.connections:
+            return "this sandbox"
+        most = spec.limits.connections
+        if spec.project and most is not None and self.engine.connections[spec.project] > most:
+            return "this project"
+        return ""
 
     def done(self, flow: Flow) -> None:
         """The connection is over."""
-        self.flows.discard(flow)
+        if flow in self.flows:
+            self.flows.discard(flow)
+            self.engine.disconnected(self.spec.project)
 
     async def close(self) -> None:
         """End all connections. Idempotent."""
@@ -320,9 +356,13 @@ class Door:
 
 
 def _budget(values: dict[str, Any] | None) -> Budget | None:
+    """A project's budget. What it may spend is in the unit of its rules' prices: it needs none of its own."""
     if values is None:
         return None
-    return policies.network_from_dict({"mode": "egress", "budget": values}).budget
+    most = values.get("maxSpend")
+    values = {key: value for key, value in values.items() if key != "maxSpend" or values.get("price")}
+    budget = policies.network_from_dict({"mode": "egress", "budget": values}).budget
+    return budget if budget is None or most is None else replace(budget, max_spend=float(most))
 
 
 __all__ = ["Door", "DoorSpec", "Flow", "Grant", "Refused", "Unreachable", "refused"]

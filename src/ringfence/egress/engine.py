@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ringfence.egress.recording import Records, Taking
 from ringfence.egress.redaction import Redactor
 from ringfence.egress.resolver import CachingResolver, DnsResolver, Resolver, SystemResolver
 from ringfence.egress.secrets import SecretStore
-from ringfence.egress.throttle import Bucket
+from ringfence.egress.throttle import Bucket, Buckets
 from ringfence.egress.upstream import Upstreams
 from ringfence.model.values import dataclass
 
@@ -67,6 +68,7 @@ class Engine:
         self.emit: Callable[[dict[str, Any]], None] = emit or (lambda event: None)
         self.meter.start()
         self._buckets: dict[tuple[str, str], Bucket] = {}
+        self.connections: Counter[str] = Counter()  # open ones, by project
 
     def _emit(self, event: dict[str, Any]) -> None:
         self.emit(self.redactor.values(event))
@@ -94,29 +96,42 @@ class Engine:
         except OverBudget as error:
             raise Refused(error.decision, 429, error.retry) from None
 
-    def bucket_out(self, door: Door) -> Bucket | None:
+    def disconnected(self, project: str) -> None:
+        """A connection of one of its sandboxes is over."""
+        self.connections[project] -= 1
+        if self.connections[project] <= 0:
+            del self.connections[project]
+
+    def bucket_out(self, door: Door) -> Bucket | Buckets | None:
         """What holds back bytes that leave."""
         return self._bucket(door, "out")
 
-    def bucket_in(self, door: Door) -> Bucket | None:
+    def bucket_in(self, door: Door) -> Bucket | Buckets | None:
         """What holds back bytes that come."""
         return self._bucket(door, "in")
 
-    def _bucket(self, door: Door, way: str) -> Bucket | None:
-        if door.spec.bandwidth is None:
+    def _bucket(self, door: Door, way: str) -> Bucket | Buckets | None:
+        spec = door.spec
+        if spec.bandwidth is None and spec.limits.bandwidth is None:
             return None
-        key = (door.spec.sandbox, way)
-        found = self._buckets.get(key)
-        if found is None or found.rate != door.spec.bandwidth / 8:
-            found = self._buckets[key] = Bucket(door.spec.bandwidth / 8)
-        return found
+        found = []
+        for owner, bandwidth in ((f"sandbox/{spec.sandbox}", spec.bandwidth),
+                                 (f"project/{spec.project}", spec.limits.bandwidth)):  # fmt: skip
+            if bandwidth is None:
+                continue
+            bucket = self._buckets.get((owner, way))
+            if bucket is None or bucket.rate != bandwidth / 8:
+                bucket = self._buckets[owner, way] = Bucket(bandwidth / 8)
+            found.append(bucket)
+        return found[0] if len(found) == 1 else Buckets(found)
 
-    def forget(self, door: Door) -> None:
-        """A door has closed."""
-        self.meter.forget(door.spec.sandbox)
+    def closed(self, door: Door, *, forget: bool) -> None:
+        """A door has closed; ``forget``: its sandbox is no more."""
+        if forget:
+            self.meter.forget(door.spec.sandbox)
         self.records.forget(door.spec.sandbox)
         for way in ("out", "in"):
-            self._buckets.pop((door.spec.sandbox, way), None)
+            self._buckets.pop((f"sandbox/{door.spec.sandbox}", way), None)
 
     async def unknown(
         self,

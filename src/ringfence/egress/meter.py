@@ -157,7 +157,7 @@ class Meter:
                 self._over(door, rule, key, budget, "requests", f"{budget.max_requests} requests", None)
             if budget.max_bytes is not None and used[SENT] + used[RECEIVED] >= budget.max_bytes:
                 self._over(door, rule, key, budget, "bytes", f"{budget.max_bytes} bytes", None)
-            if budget.max_spend is not None and used[SPEND] + budget.price > budget.max_spend:
+            if budget.max_spend is not None and used[SPEND] + price > budget.max_spend:
                 self._over(door, rule, key, budget, "spend", f"{budget.max_spend:g} to spend", None)
         for key, budget in keys:
             if budget is not None and budget.rate is not None:
@@ -248,11 +248,19 @@ class Meter:
 
     def forget(self, sandbox: str) -> None:
         """A sandbox is no more; its project's counts stay."""
+        if any(_about(key, sandbox) for key in self._others) and self._folder is not None:
+            # What a process that has ended counted for it.
+            with open(self._folder / "merge", "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                total = _load(self._folder / "total")
+                kept = {key: counts for key, counts in total.items() if not _about(key, sandbox)}
+                if len(kept) < len(total):
+                    _store(self._folder / "total", kept)
         for counts in (self._own, self._others):
-            for key in [
-                key for key in counts if key == f"sandbox/{sandbox}" or key.startswith(f"rule/{sandbox}/")
-            ]:
+            for key in [key for key in counts if _about(key, sandbox)]:
                 del counts[key]
+        if self._lock_file is not None:
+            self._changed()
         for key in [key for key in self._rates if f"/{sandbox}" in key]:
             del self._rates[key]
         for told in [told for told in self._told if f"/{sandbox}" in told[0]]:
@@ -272,6 +280,10 @@ def tokens(tail: bytes) -> int:
         name = match[0].partition(b":")[0]
         parts[name] = max(parts.get(name, 0), int(match[1]))
     return sum(parts.values())
+
+
+def _about(key: str, sandbox: str) -> bool:
+    return key == f"sandbox/{sandbox}" or key.startswith(f"rule/{sandbox}/")
 
 
 def _load(path: Path) -> dict[str, Counts]:

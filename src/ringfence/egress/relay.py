@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ringfence.egress.door import Flow
 from ringfence.egress.streams import BROKEN, Stream
-from ringfence.egress.throttle import Bucket
+from ringfence.egress.throttle import Bucket, Buckets
 
 
 async def relay(flow: Flow, inner: Stream, outer: Stream, idle: float) -> str:
@@ -36,7 +36,9 @@ async def relay(flow: Flow, inner: Stream, outer: Stream, idle: float) -> str:
         await asyncio.gather(out, back, return_exceptions=True)
 
 
-async def _pump(source: Stream, target: Stream, count: Callable[[int], None], bucket: Bucket | None) -> None:
+async def _pump(
+    source: Stream, target: Stream, count: Callable[[int], None], bucket: Bucket | Buckets | None
+) -> None:
     while data := await source.read():
         if bucket is not None:
             await bucket.take(len(data))

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ringfence.egress.door import Door, DoorSpec
+from ringfence.egress.door import Door, DoorSpec, ProjectLimits
 from ringfence.egress.engine import Engine, Settings
 from ringfence.egress.messages import Messages
 from ringfence.egress.serving import Served
@@ -27,7 +27,10 @@ _OPENING = 20.0  # seconds for the agent to listen
 class OpenDoor:
     """A door and the link it is served over. Another link takes the place of one that ended."""
 
-    def __init__(self, engine: Engine, spec: DoorSpec, lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: Engine, spec: DoorSpec, lost: Callable[[str, int], None], opening: int = 0
+    ) -> None:
+        self.opening = opening
         self.door = Door(engine, spec)
         self.served = Served(self.door)
         self._lost = lost
@@ -77,7 +80,7 @@ class OpenDoor:
         await self._accept(listener, kind)
         if self._link is link:  # nobody took it away: it ended by itself
             self._link = None
-            self._lost(self.door.spec.sandbox)
+            self._lost(self.door.spec.sandbox, self.opening)
 
     async def _accept(self, listener: GuestListener, kind: str) -> None:
         with contextlib.suppress(GuestError, WrongState):
@@ -99,15 +102,18 @@ class OpenDoor:
         if link is not None:
             await link.close()
 
-    async def close(self) -> None:
-        """End the door. Idempotent."""
+    async def close(self, *, forget: bool = False) -> None:
+        """End the door. Idempotent. ``forget``: the sandbox is no more, and with it what it has used.
+
+        Otherwise its counts stay: who loses a link on purpose, or outlives a restart, has used what it used.
+        """
         await self.door.close()
         await self.detach()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=5.0)
-        self.door.engine.forget(self.door)
+        self.door.engine.closed(self.door, forget=forget)
 
 
 class Server:
@@ -195,7 +201,7 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    _OWNER = frozenset({"open", "attach", "update", "close", "ca", "placeholders", "revoke"})
+    _OWNER = frozenset({"open", "attach", "update", "limit", "close", "ca", "placeholders", "revoke"})
     _EVERYBODY = frozenset(
         {"status", "pending", "answer", "secret_put", "secret_list", "secret_remove", "usage", "metrics"}
     )
@@ -204,12 +210,14 @@ class Server:
 
     async def _do_open(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         values = dict(message["spec"])
-        values["lineage"] = tuple(values.get("lineage", ()))
+        for name in ("lineage", "revoked"):
+            values[name] = tuple(str(each) for each in values.get(name, ()))
+        values["limits"] = ProjectLimits(**values.get("limits", {}))
         spec = DoorSpec(**values)
         if spec.sandbox in self.doors:
             await self.doors.pop(spec.sandbox).close()
-        opened = OpenDoor(self.engine, spec, self._lost)
-        opened.door.revoked = {str(name) for name in message.get("revoked", ())}
+        opened = OpenDoor(self.engine, spec, self._lost, int(message.get("opening", 0)))
+        opened.door.revoked |= {str(name) for name in message.get("revoked", ())}
         self.doors[spec.sandbox] = opened
         return await self._attach(opened, descriptors)
 
@@ -226,17 +234,23 @@ class Server:
                 raise
         return {}
 
-    def _lost(self, sandbox: str) -> None:
-        self._event({"event": "egress.link_lost", "sandbox": sandbox})
+    def _lost(self, sandbox: str, opening: int) -> None:
+        self._event({"event": "egress.link_lost", "sandbox": sandbox, "opening": opening})
 
     async def _do_update(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         return {"ended": self._door(message).door.update(message["network"])}
 
+    async def _do_limit(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        self._door(message).door.limit(message.get("budget"), ProjectLimits(**message["limits"]))
+        return {}
+
     async def _do_close(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         opened = self.doors.pop(str(message["sandbox"]), None)
         if opened is not None:
-            await opened.close()
-            self.engine.authorities.forget(opened.door.spec.sandbox)
+            keep = bool(message.get("keep"))
+            await opened.close(forget=not keep)
+            if not keep:
+                self.engine.authorities.forget(opened.door.spec.sandbox)
         return {}
 
     async def _do_ca(self, message: dict[str, Any], descriptors: list[int]) -> str:

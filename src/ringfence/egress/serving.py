@@ -34,8 +34,8 @@ class Served:
         flow = Flow(self.door, kind, peer)
         await self.door.serve(flow)
         try:
-            if len(self.door.flows) > self.door.network.connections:
-                raise refused("connections", "too many connections at once", 429)
+            if whose := self.door.crowded():
+                raise refused("connections", f"too many connections of {whose} at once", 429)
             await getattr(self, "_" + kind)(flow, stream)
         except (Refused, Unreachable) as error:
             self._note(flow, error)

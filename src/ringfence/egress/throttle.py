@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 
 class Bucket:
@@ -17,8 +18,26 @@ class Bucket:
 
     async def take(self, count: int) -> None:
         """Return when ``count`` bytes may pass. More than the bucket holds is a debt that is waited for."""
+        wait = self.debt(count)
+        if wait > 0:
+            await asyncio.sleep(wait)
+
+    def debt(self, count: int) -> float:
+        """Take ``count`` bytes; returns how many seconds have to be waited for them."""
         now = time.monotonic()
         self._level = min(self._burst, self._level + (now - self._at) * self.rate) - count
         self._at = now
-        if self._level < 0:
-            await asyncio.sleep(-self._level / self.rate)
+        return -self._level / self.rate if self._level < 0 else 0.0
+
+
+class Buckets:
+    """Several buckets that the same bytes are taken from: the slowest decides."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+
+    async def take(self, count: int) -> None:
+        """Return when ``count`` bytes may pass all of them."""
+        wait = max(bucket.debt(count) for bucket in self._buckets)
+        if wait > 0:
+            await asyncio.sleep(wait)

@@ -12,35 +12,47 @@ import errno
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringfence.control.quotas import Quota
 from ringfence.control.records import KIND, Sandbox
 from ringfence.guest.link import GuestLink
 from ringfence.model import policies
 from ringfence.model.errors import GuestRefused, NotFound, RingfenceError
+from ringfence.model.policy_network import variables
 from ringfence.model.states import State
 
 if TYPE_CHECKING:
     from ringfence.control.service import Control
     from ringfence.egress.client import Doors
 
+QuotaOf = Callable[[str], Awaitable[Quota]]
 _log = logging.getLogger("ringfence.serving")
 LEASE = 15.0  # seconds that a door belongs to a process that is not heard of
 EVERY = 4.0  # seconds between two looks
 _PAGE = 500
 
 
+class _Held(NamedTuple):
+    network: Mapping[str, Any]
+    revoked: tuple[str, ...]
+    quota: Quota
+
+
 class ServiceDoors:
     """Opens, keeps and closes them; what the orchestrator calls at starts and ends."""
 
-    def __init__(self, doors: Doors, control: Control, owner: str, folder: Path) -> None:
+    def __init__(
+        self, doors: Doors, control: Control, owner: str, folder: Path, quota: QuotaOf | None = None
+    ) -> None:
+        self._quota = quota
         self.doors = doors
         self._folder = folder
         self._control = control
         self._owner = f"{owner}/doors"
-        self._open: dict[str, Mapping[str, Any]] = {}  # the network part that is in force, by sandbox
+        self._open: dict[str, _Held] = {}  # what is in force, by sandbox
 
     async def open(self, sandbox: Sandbox) -> None:
         """Open a sandbox's door, if its policy has one.
@@ -54,11 +66,21 @@ class ServiceDoors:
         await self._control.store.lease(_lease(sandbox.id), self._owner, LEASE)
         await self._begin(sandbox, network)
 
+    async def variables(self, sandbox: Sandbox) -> dict[str, str]:
+        """The placeholders that its policy gives to programs, by variable."""
+        network = policies.from_dict(dict(sandbox.policy)).door.network
+        wanted = variables(network)
+        if not wanted:
+            return {}
+        found = await self.doors.placeholders(sandbox.id, sorted(set(wanted.values())))
+        return {name: found[secret] for name, secret in wanted.items()}
+
     async def _begin(self, sandbox: Sandbox, network: Mapping[str, Any]) -> None:
-        from ringfence.egress.client import DoorSpec
+        from ringfence.egress.client import DoorSpec, ProjectLimits
         from ringfence.guest.doors import place_bundle
 
         policy = policies.from_dict(dict(sandbox.policy))
+        quota = await self._quota_of(sandbox.project)
         spec = DoorSpec(
             sandbox.id,
             project=sandbox.project,
@@ -66,10 +88,14 @@ class ServiceDoors:
             network=dict(network),
             trust=policy.trust,
             bandwidth=policy.wall.resources.bandwidth,
+            lineage=sandbox.lineage,
+            revoked=sandbox.revoked,
+            project_budget=_budget(quota),
+            limits=ProjectLimits(quota.connections, quota.bandwidth),
         )
         placement = self._control.placement
         await self.doors.open(spec, lambda: placement.connect(sandbox.id))
-        self._open[sandbox.id] = network
+        self._open[sandbox.id] = _Held(network, sandbox.revoked, quota)
         try:
             own = await self.doors.ca(sandbox.id)  # for connections that are inspected
             link = await GuestLink.open(await placement.connect(sandbox.id))
@@ -91,10 +117,24 @@ class ServiceDoors:
         """Its rules may have changed."""
         network = _network(sandbox)
         had = self._open.get(sandbox.id)
-        if had is None or network is None or had == network:
+        if had is None or network is None:
             return
-        await self.doors.update(sandbox.id, dict(network))
-        self._open[sandbox.id] = network
+        if had.revoked != sandbox.revoked:  # first what takes something away
+            await self.doors.revoke(sandbox.id, sandbox.revoked)
+            had = self._open[sandbox.id] = had._replace(revoked=sandbox.revoked)
+        quota = await self._quota_of(sandbox.project)
+        if had.quota != quota:
+            from ringfence.egress.client import ProjectLimits
+
+            limits = ProjectLimits(quota.connections, quota.bandwidth)
+            await self.doors.limit(sandbox.id, _budget(quota), limits)
+            had = self._open[sandbox.id] = had._replace(quota=quota)
+        if had.network != network:
+            await self.doors.update(sandbox.id, dict(network))
+            self._open[sandbox.id] = had._replace(network=network)
+
+    async def _quota_of(self, project: str) -> Quota:
+        return Quota() if self._quota is None else await self._quota(project)
 
     def connections(self, sandbox: str, limit: int) -> list[dict[str, Any]]:
         """The newest lines of the log about one sandbox, oldest first. Reads files."""
@@ -145,7 +185,7 @@ class ServiceDoors:
     async def _lose(self, id: str) -> None:
         if self._open.pop(id, None) is not None:
             with contextlib.suppress(RingfenceError):
-                await self.doors.close(id)
+                await self.doors.close(id, keep=True)
 
     async def run(self) -> None:
         """Look, for ever."""
@@ -158,17 +198,21 @@ class ServiceDoors:
 
 
 @contextlib.asynccontextmanager
-async def watching(control: Control, doors: Doors, owner: str, folder: Path) -> AsyncIterator[ServiceDoors]:
-    """The doors of a service while the block runs; ``folder``: where the proxy keeps its log."""
-    made = ServiceDoors(doors, control, owner, folder)
-    control.egress = control.starting.doors = control.ending.doors = made
+async def watching(
+    control: Control, doors: Doors, owner: str, folder: Path, quota: QuotaOf | None = None
+) -> AsyncIterator[ServiceDoors]:
+    """The doors of a service while the block runs; ``folder``: where the proxy keeps its log; ``quota``: the
+    limits of a project.
+    """
+    made = ServiceDoors(doors, control, owner, folder, quota)
+    control.egress = control.starting.doors = control.ending.doors = control.powers.doors = made
     task = asyncio.get_running_loop().create_task(made.run())
     try:
         yield made
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        control.egress = control.starting.doors = control.ending.doors = None
+        control.egress = control.starting.doors = control.ending.doors = control.powers.doors = None
 
 
 def _network(sandbox: Sandbox) -> Mapping[str, Any] | None:
@@ -176,6 +220,17 @@ def _network(sandbox: Sandbox) -> Mapping[str, Any] | None:
     if isinstance(network, Mapping) and network.get("mode") == "egress":
         return network
     return None
+
+
+def _budget(quota: Quota) -> dict[str, Any] | None:
+    """A project's part of its quota that the doors keep, as a policy says it."""
+    found = {
+        "maxRequests": quota.egress_requests,
+        "maxBytes": quota.egress_bytes,
+        "maxSpend": quota.egress_spend,
+        "rate": quota.egress_rate,
+    }
+    return {key: value for key, value in found.items() if value is not None} or None
 
 
 def _lease(id: str) -> str:

@@ -83,7 +83,7 @@ async def service(
         if doors is not None:
             from ringfence.serving.doors import watching
 
-            await watched.enter_async_context(watching(control, doors, owner, Path(egress)))
+            await watched.enter_async_context(watching(control, doors, owner, Path(egress), quotas.of))
         await control.start()
         made = make_app(control, tenancy, Settings(await signing_secret(store), **settings))
         sweeping = asyncio.get_running_loop().create_task(_sweep(made))

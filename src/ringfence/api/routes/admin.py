@@ -76,6 +76,12 @@ class SetQuota(Body):
     pool: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     requests: Limit | None = None
     burst: Annotated[int, Field(ge=1, lt=2**53)] | None = Field(None, description="Never null.")
+    connections: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    bandwidth: Annotated[int, Field(ge=1000, lt=2**53)] | None = Field(None, description="Bits a second.")
+    egress_requests: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    egress_bytes: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    egress_rate: Annotated[float, Field(gt=1e-6, le=1e6, allow_inf_nan=False)] | None = None
+    egress_spend: Limit | None = None
 
 
 def _key(key: Key) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from ringfence.api import shown
 from ringfence.api.calls import Call
 from ringfence.api.routing import Routes
-from ringfence.api.types import Body, Page, Query
+from ringfence.api.types import Body, Page, Query, Sandbox
 from ringfence.model.errors import NotFound, Unsupported
 
 routes = Routes("egress")
@@ -26,6 +27,12 @@ class Decide(Body):
 
     allow: bool
     remember: bool = False
+
+
+class Revoke(Body):
+    """Whose placeholders are worth nothing in a sandbox any more; without names all that it inherited."""
+
+    sandboxes: tuple[Annotated[str, Field(max_length=64)], ...] | None = Field(None, max_length=65)
 
 
 class ConnectionQuery(Query):
@@ -85,6 +92,14 @@ async def answer_question(call: Call, body: Decide) -> dict[str, Any]:
             f"no question {number[:64]} is open", hint="GET /v1/egress/questions shows those there are"
         )
     return dict(await _doors(call).doors.answer(number, body.allow, remember=body.remember))
+
+
+@routes.post("/v1/sandboxes/{sandbox}/placeholders/revoke", body=Revoke, answer=Sandbox)
+async def revoke(call: Call, body: Revoke) -> dict[str, Any]:
+    """Take back placeholders of secrets, for good: those that a copy inherited, or, named by id, its own."""
+    _doors(call)
+    named = None if body.sandboxes is None else list(body.sandboxes)
+    return shown.sandbox(await call.control.sandboxes.revoke(call.principal, call.sandbox, named))
 
 
 @routes.get("/v1/sandboxes/{sandbox}/connections", query=ConnectionQuery)
