@@ -13,6 +13,7 @@ import signal as _signal
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringfence.guest.processes import STDOUT, GuestProcess, Output, ProcessSpec
@@ -26,6 +27,7 @@ from ringfence.model.errors import (
     NodeUnavailable,
     NotFound,
     RingfenceError,
+    StoreUnavailable,
     WrongState,
 )
 from ringfence.model.states import FINAL
@@ -40,6 +42,8 @@ KIND = "command"  # rows: something is due for a command (kill it, forget it)
 _FLUSH = 256 * 1024  # bytes of output that may be uncounted at the placement
 _MOST_SIGNALLED = 10_000
 _REDIALS = 5
+_AGAIN = 60.0  # seconds until what could not be done is tried again, by any process
+_PATIENCE = 20.0  # seconds that a sandbox has for it
 _EVICTION = 10.0  # seconds that clients of a command get to go
 
 
@@ -100,6 +104,7 @@ class Commands:
         self._meters: OrderedDict[str, Meter] = OrderedDict()
         self._signalled: OrderedDict[tuple[str, str], set[int]] = OrderedDict()
         self._clients: dict[tuple[str, str], set[Any]] = {}
+        self._due: dict[str, list[Row]] = {}  # by sandbox, what its task has to do
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def keep(self, task: asyncio.Task[Any]) -> None:
@@ -253,19 +258,53 @@ class Commands:
                 await store.commit(Remove(KIND, row.id, row.revision))
 
     async def sweep(self) -> None:
-        """Do what is due. Any process may; doing it twice does no harm."""
+        """Do what is due. Any process may; doing it twice does no harm.
+
+        Every sandbox has a task of its own, so that one whose agent does not answer holds up no other.
+        """
         store = self._service.control.store
-        for row in await store.due(KIND, time.time(), limit=100):
-            sandbox, number = str(row.document["sandbox"]), str(row.document["command"])
-            with contextlib.suppress(RingfenceError):
+        now = time.time()
+        for row in await store.due(KIND, now, limit=100):
+            # Behind all others, until it is done: what can't be done now does not stand in their way.
+            with contextlib.suppress(Conflict):
+                (mine,) = await store.commit(Put(replace(row, due=now + _AGAIN)))
+                sandbox = str(row.document["sandbox"])
+                waiting = self._due.setdefault(sandbox, [])
+                waiting.append(mine)
+                if len(waiting) == 1:
+                    self.keep(asyncio.get_running_loop().create_task(self._sweep(sandbox)))
+
+    async def _sweep(self, sandbox: str) -> None:
+        waiting = self._due[sandbox]
+        try:
+            while waiting:
+                with contextlib.suppress(Conflict, StoreUnavailable):
+                    if await self._is_done(sandbox, waiting[0]):
+                        await self._service.control.store.commit(
+                            Remove(KIND, waiting[0].id, waiting[0].revision)
+                        )
+                del waiting[0]
+        finally:
+            del self._due[sandbox]
+
+    async def _is_done(self, sandbox: str, row: Row) -> bool:
+        """Do what is due; False: it has to be tried again."""
+        number = str(row.document["command"])
+        try:
+            async with asyncio.timeout(_PATIENCE):
                 link = await self._service.control.links.link(sandbox)
                 if row.state == "forget":
                     await link.remove(number)
                 else:
                     self.signalled(sandbox, number, _signal.SIGKILL)
                     await kill_tree(link, number)
-            with contextlib.suppress(Conflict):
-                await store.commit(Remove(KIND, row.id, row.revision))
+        except (GuestRefused, NotFound):
+            return True
+        except WrongState as error:
+            return error.details.get("state") in FINAL
+        except (RingfenceError, TimeoutError):
+            return False
+        return True
 
     # -- clients of one command
 
