@@ -122,13 +122,18 @@ def configure(parser: Parser) -> None:
         action="store_true",
         help="a service of its own instead: creates, commands, code, files, ports",
     )
-    parser.add_argument("--store", metavar="URL", help="with --api: keep its state there (postgresql://…)")
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="with --api: keep its state there; postgresql://… is also compared with SQLite (without: with"
+        " a PostgreSQL of the run's own, where there is one)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer samples: seconds instead of minutes")
     parser.add_argument(
         "--only",
         action="append",
-        choices=("cold", "exec", "rate", "memory", "cli"),
-        help="this part only (may be repeated)",
+        choices=("cold", "exec", "rate", "memory", "cli", "stores"),
+        help="this part only (may be repeated); stores: with --api, PostgreSQL beside SQLite",
     )
     add_json(parser)
 

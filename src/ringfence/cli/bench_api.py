@@ -108,7 +108,13 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     made = bench.Bench(bench.QUICK if options.quick else bench.FULL, "", None, quiet=options.json)
     measured = ApiBench(QUICK if options.quick else FULL, made)
-    asyncio.run(measured.run(options.store or ""))
+    store = options.store or ""
+    if options.only != ["stores"]:
+        asyncio.run(measured.run(store))
+    if not store or store.startswith("postgres"):
+        from ringfence.cli.bench_stores import compare
+
+        asyncio.run(compare(measured.effort, made, store))
     if options.json:
         print_json(made.as_dict())
     else:
