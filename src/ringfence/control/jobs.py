@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringfence.control import volumes
 from ringfence.control.core import Core
-from ringfence.control.jobs_files import STDERR, STDOUT, JobFiles, LogReader
+from ringfence.control.jobs_files import STDERR, STDOUT, JobFiles, LogReader, usage
 from ringfence.model.errors import (
     Conflict,
     InvalidRequest,
@@ -150,6 +150,7 @@ class Jobs:
 
         Raises:
             InvalidRequest: what can't be, by name. NotFound: no such volume. Unsupported: a URL, no egress.
+            QuotaExceeded: too many wait, or the project has no room for what it brings.
         """
         files, core = self._files(), self.core
         self._check(spec)
@@ -182,7 +183,11 @@ class Jobs:
             },
         )  # fmt: skip
         try:
-            (row,) = await core.commit(Put(row), self.told(row, "queued"))
+            # From now on: so many may wait that what they bring would fill the disk uncounted.
+            size = await asyncio.to_thread(usage, files.folder(id))
+            row = replace(row, document={**row.document, "charged": size})
+            storage = await core.admission.storage(row.project, size) if size else ()
+            (row,) = await core.commit(Put(row), *storage, self.told(row, "queued"))
         except BaseException:
             files.remove(id)
             raise

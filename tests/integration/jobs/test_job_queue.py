@@ -15,7 +15,7 @@ from ringfence.control.jobs import FINAL, Job, JobSpec
 from ringfence.control.principals import Principal
 from ringfence.control.quotas import Quotas
 from ringfence.control.service import Control
-from ringfence.model.errors import NotFound, Unsupported
+from ringfence.model.errors import NotFound, QuotaExceeded, Unsupported
 from support.postgres import postgres
 from support.services import ALICE, MALLORY, NodeProcess, clear, control_on, node_process, small
 
@@ -107,6 +107,24 @@ async def test_outputs_that_find_no_room_fail_the_job(control: Control) -> None:
     before = (await quotas.usage("default")).storage
     await control.jobs.remove(ALICE, job.id)
     assert before - (await quotas.usage("default")).storage >= 5_000_000
+    await quotas.close()
+
+
+async def test_what_waits_is_counted_with_what_it_brings(control: Control) -> None:
+    control.runner.at_once = 0
+    quotas = Quotas(control.store)
+    control.core.admission = quotas
+    await quotas.set("default", {"storage": 5_000_000})
+    brought = {"data": bytes(2_000_000)}
+    waiting = [await control.jobs.submit(ALICE, spec(files=brought)) for _ in range(2)]
+    with pytest.raises(QuotaExceeded):
+        await control.jobs.submit(ALICE, spec(files=brought))
+    assert control.jobs.files is not None
+    assert sorted(control.jobs.files.jobs()) == sorted(job.id for job in waiting), "nothing of it is left"
+    for job in waiting:
+        await control.jobs.cancel(ALICE, job.id)
+        await control.jobs.remove(ALICE, job.id)
+    assert (await quotas.usage("default")).storage == 0
     await quotas.close()
 
 
