@@ -108,7 +108,7 @@ def configure(parser: Parser) -> None:
     parser.epilog = (
         "examples:\n  ringfence bench --quick\n  ringfence bench --runtime jail --runtime bubblewrap\n"
         "  ringfence bench --against bwrap,runc,docker --json > figures.json\n"
-        "  ringfence bench --api --json > api.json"
+        "  ringfence bench --api --json > api.json\n  ringfence bench --egress"
     )
     parser.add_argument("--runtime", action="append", metavar="NAME", help="may be repeated (default: jail)")
     parser.add_argument(
@@ -121,6 +121,9 @@ def configure(parser: Parser) -> None:
         "--api",
         action="store_true",
         help="a service of its own instead: creates, commands, code, files, ports",
+    )
+    parser.add_argument(
+        "--egress", action="store_true", help="the egress door instead: latency, rate, throughput, idle doors"
     )
     parser.add_argument(
         "--store",
@@ -144,6 +147,10 @@ def main(options: argparse.Namespace) -> int:
         from ringfence.cli import bench_api
 
         return bench_api.run(options)
+    if options.egress:
+        from ringfence.cli import bench_egress
+
+        return bench_egress.run(options)
     names = [name for name in options.against.split(",") if name]
     for name in names:
         if name not in REFERENCES:
