@@ -42,14 +42,16 @@ format: ## what `make check` would complain about and ruff can mend
 
 bench: ## cold start, exec, rate, memory, beside bwrap and runc in the same run
 	@scripts/setup.sh test
-	@$(PYTHON) -m ringfence bench $(BENCH_ARGS); one=$$?; $(PYTHON) -m ringfence bench --api $(BENCH_API_ARGS) && exit $$one
+	@$(PYTHON) -m ringfence bench $(BENCH_ARGS); one=$$?; $(PYTHON) -m ringfence bench --egress $(BENCH_EGRESS_ARGS) || one=1; \
+	    $(PYTHON) -m ringfence bench --api $(BENCH_API_ARGS) && exit $$one
 
 figures: ## the same, and into docs/SPECIFICATION.md
 	@scripts/setup.sh test
 	@mkdir -p build
 	@$(PYTHON) -m ringfence bench $(BENCH_ARGS) --json > build/bench.json || test -s build/bench.json
 	@$(PYTHON) -m ringfence bench --api $(BENCH_API_ARGS) --json > build/bench-api.json || test -s build/bench-api.json
-	@$(PYTHON) scripts/spec_figures.py build/bench.json build/bench-api.json
+	@$(PYTHON) -m ringfence bench --egress $(BENCH_EGRESS_ARGS) --json > build/bench-egress.json || test -s build/bench-egress.json
+	@$(PYTHON) scripts/spec_figures.py build/bench.json build/bench-api.json build/bench-egress.json
 
 matrix: ## conformance, probe and bench of every runtime that works here, into docs/matrix.md and README.md
 	@scripts/setup.sh test

@@ -84,10 +84,11 @@ class Authority:
         if found is None:
             if len(self._contexts) >= _MOST_LEAVES:
                 del self._contexts[next(iter(self._contexts))]
-            found = self._contexts[str(host)] = self._context(self._leaf(host))
+            found = self._contexts[str(host)] = self._context(self.leaf(host))
         return found
 
-    def _leaf(self, host: Host) -> bytes:
+    def leaf(self, host: Host) -> bytes:
+        """Key and certificate for a host, and ours, PEM."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
