@@ -163,10 +163,13 @@ class Powers:
             )
             self.links.drop(sandbox.id)
             try:
-                placed = await core.placement.reset(sandbox.id)
+                door = self.doors is not None and self.doors.wanted(sandbox)
+                placed = await core.placement.reset(sandbox.id, hold=door)
                 boundary = placed.boundary or await core.placement.measure(sandbox.id)
                 if self.doors is not None:  # the new wall has neither the links nor the bundle of the old one
                     await self.doors.open(sandbox)
+                if placed.held:
+                    await core.placement.bring_up(sandbox.id)
             except BaseException:
                 with contextlib.suppress(RingfenceError):
                     await core.change(

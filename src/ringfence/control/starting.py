@@ -115,13 +115,15 @@ class Starting:
         left = float(document["start_by"]) - core.now()
         try:
             async with asyncio.timeout(max(0.0, left)):
-                spec = self.spec(sandbox, deadline)
+                spec = replace(self.spec(sandbox, deadline), hold=self._wants_door(sandbox))
                 if found := await self.variables(sandbox):
                     spec = replace(spec, env={**spec.env, **found})
                 placed = await core.placement.start(spec)
                 if placed.state == "ended":
                     raise ended_at_once(placed)
                 facts = await self.bound(sandbox, placed, unstored)
+                if placed.held:  # what the template starts finds the door open
+                    await core.placement.bring_up(sandbox.id)
             return await self.running(sandbox, token, placed, deadline, facts)
         except TimeoutError:
             raise DeadlineExceeded(
@@ -190,6 +192,9 @@ class Starting:
     async def variables(self, sandbox: Sandbox) -> dict[str, str]:
         """The placeholders of secrets that its policy gives to programs, by variable."""
         return {} if self.doors is None else dict(await self.doors.variables(sandbox))
+
+    def _wants_door(self, sandbox: Sandbox) -> bool:
+        return self.doors is not None and bool(self.doors.wanted(sandbox))
 
     async def bound(
         self, sandbox: Sandbox, placed: Placed, unstored: Unstored | None, *, claim: bool = False

@@ -50,13 +50,14 @@ class Wall(NamedTuple):
     snapshot: str = ""  # that it was restored from
 
 
-async def reset(node: Node, sandbox: NodeSandbox, *, standby: bool = True) -> None:
+async def reset(node: Node, sandbox: NodeSandbox, *, standby: bool = True, hold: bool = False) -> None:
     """Give a sandbox a new wall. Links end; whoever holds the sandbox dials anew.
 
     Args:
         node: the sandbox's.
         sandbox: alive, paused or not.
         standby: make the next reset's wall ready afterwards.
+        hold: what the template starts waits for ``starting.release``.
 
     Raises:
         WrongState: it has ended.
@@ -76,7 +77,10 @@ async def reset(node: Node, sandbox: NodeSandbox, *, standby: bool = True) -> No
             with contextlib.suppress(RingfenceError):  # without it the next reset starts a machine again
                 base = await saving.save(node, sandbox, None, "memory", temporary=True)
                 sandbox.mark("base", base.name)
-        await starting.bring_up(node, sandbox)
+        if hold:
+            await starting.hold(sandbox)
+        else:
+            await starting.bring_up(node, sandbox)
 
 
 def _is_machine(sandbox: NodeSandbox) -> bool:

@@ -264,6 +264,8 @@ class Node:
             except BaseException:
                 await sandbox.destroy()
                 raise
+        if sandbox.journal.record.get("held"):
+            return sandbox  # what its template starts waits for ``starting.release``
         if str(sandbox.journal.record.get("template", "")).startswith("sha256:"):
             from ringfence.node.starting import bring_up
 
@@ -274,13 +276,20 @@ class Node:
                 raise
         return sandbox
 
-    async def restore(self, name: str, request: SandboxRequest | None = None, **changes: Any) -> NodeSandbox:
+    async def restore(
+        self,
+        name: str,
+        request: SandboxRequest | None = None,
+        *,
+        before: BeforeStart | None = None,
+        **changes: Any,
+    ) -> NodeSandbox:
         """Start a sandbox from a snapshot, any number of times; each has an identity of its own.
 
         Args:
             name: of the snapshot, or its id. request: must have the wall that was saved; by default the saved
             sandbox's own request. changes: fields of that default request to replace: ``owner``, ``keep``,
-            ``labels``, ``env``, ``id``.
+            ``labels``, ``env``, ``id``. before: as in :meth:`create`; of a saved memory everything runs on.
 
         Raises:
             NotFound: no such snapshot. InvalidRequest: it is damaged, or foreign: of another wall, machine or
@@ -289,9 +298,11 @@ class Node:
         from ringfence.node import restoring
 
         saved, request = await restoring.prepare(self, name, request, changes)
-        return await self.create_from(saved, request)
+        return await self.create_from(saved, request, before)
 
-    async def create_from(self, saved: Saved, request: SandboxRequest) -> NodeSandbox:
+    async def create_from(
+        self, saved: Saved, request: SandboxRequest, before: BeforeStart | None = None
+    ) -> NodeSandbox:
         """As :meth:`create`, from a snapshot that was looked at."""
         self._check(request)
         self._creating += 1
@@ -303,7 +314,7 @@ class Node:
             if not self._creating:
                 self._created.set()
         # Of a saved memory everything runs on; saved files alone are a first day with other files.
-        return sandbox if saved.snapshot.kind == "memory" else await self._brought_up(sandbox)
+        return sandbox if saved.snapshot.kind == "memory" else await self._brought_up(sandbox, before)
 
     def _check(self, request: SandboxRequest) -> None:
         if self._closed:

@@ -33,6 +33,26 @@ async def bring_up(node: Node, sandbox: NodeSandbox) -> None:
         await start_and_wait(sandbox, node.images.store.resolve(digest).config, sandbox.request.template)
 
 
+async def hold(sandbox: NodeSandbox) -> None:
+    """Let what the template starts, if anything, wait for :func:`release`, also after this node's end."""
+    digest = str(sandbox.journal.record.get("template", ""))
+    if digest.startswith("sha256:"):
+        config = sandbox.node.images.store.resolve(digest).config
+        if config.start or config.ready:
+            sandbox.mark("held", True)
+
+
+async def release(node: Node, sandbox: NodeSandbox) -> None:
+    """Start what waits. Idempotent.
+
+    Raises:
+        StartFailed: it does not come up.
+    """
+    if sandbox.journal.record.get("held"):
+        await bring_up(node, sandbox)
+        sandbox.mark("held", None)
+
+
 async def start_and_wait(sandbox: NodeSandbox, config: TemplateConfig, name: str) -> None:
     """Start the template's start command and wait until its ready command succeeds. Both may be missing.
 

@@ -30,7 +30,7 @@ class Calls:
             name: getattr(self, "_" + name)
             for name in (
                 "capacity", "runtimes", "start", "list", "get", "measure", "usage", "spent", "judge", "bind",
-                "pause", "resume", "snapshot", "remove_snapshot", "reset", "changes", "destroy",
+                "pause", "resume", "snapshot", "remove_snapshot", "reset", "bring_up", "changes", "destroy",
                 "make_volume", "remove_volume", "volume_size", "templates", "add_template", "remove_template",
             )
         }  # fmt: skip
@@ -105,7 +105,10 @@ class Calls:
         await self._hosting.remove_snapshot(_text(given, "name"))
 
     async def _reset(self, given: Arguments) -> Any:
-        return placed_as_json(await self._hosting.reset(_id(given)))
+        return placed_as_json(await self._hosting.reset(_id(given), hold=given.get("hold") is True))
+
+    async def _bring_up(self, given: Arguments) -> Any:
+        return placed_as_json(await self._hosting.bring_up(_id(given)))
 
     async def _changes(self, given: Arguments) -> Any:
         return await self._hosting.changes(_id(given))

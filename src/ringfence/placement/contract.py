@@ -30,7 +30,8 @@ class PlacedSpec:
     """One sandbox, please. All plain, JSON-able values.
 
     ``policy`` is ``Policy.to_dict()``; ``owner`` the fields of ``model.sandbox.Owner``. ``snapshot``: start
-    from this saved sandbox instead of the template. ``deadline``: seconds since the epoch.
+    from this saved sandbox instead of the template. ``deadline``: seconds since the epoch. ``hold``: what the
+    template starts waits for :meth:`Placement.bring_up`, so that a door is open before.
     """
 
     id: str
@@ -43,6 +44,7 @@ class PlacedSpec:
     snapshot: str = ""
     secrets: bool = False
     deadline: float | None = None
+    hold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Placed:
     """A sandbox that exists. ``state``: running, paused or ended; ``address`` is opaque, of the placement.
 
     ``end``: when it ended, ``{"cause", "exit_code", "detail", "reported"}``. ``boundary``: as measured.
+    ``held``: what its template starts waits for :meth:`Placement.bring_up`.
     """
 
     id: str
@@ -63,6 +66,7 @@ class Placed:
     end: Mapping[str, Any] | None = None
     boundary: Mapping[str, Any] | None = None
     capabilities: Mapping[str, Any] = field(default_factory=dict)
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +168,11 @@ class Placement(Protocol):
     async def remove_snapshot(self, name: str) -> None:
         """Remove a saved sandbox. Idempotent. One that is being made meanwhile is gone afterwards, too."""
 
-    async def reset(self, id: str) -> Placed:
-        """Begin anew from its template, under its id."""
+    async def reset(self, id: str, *, hold: bool = False) -> Placed:
+        """Begin anew from its template, under its id. ``hold``: as in :class:`PlacedSpec`."""
+
+    async def bring_up(self, id: str) -> Placed:
+        """Start what waits in a sandbox that is ``held``. Idempotent. Raises StartFailed."""
 
     async def changes(self, id: str) -> Sequence[Mapping[str, Any]]:
         """Files added, modified, deleted (``FileChange`` as mappings). Raises Unsupported."""

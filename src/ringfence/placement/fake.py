@@ -182,9 +182,13 @@ class Faulty:
         """See the contract."""
         await self._do("remove_snapshot", lambda: self.inner.remove_snapshot(name))
 
-    async def reset(self, id: str) -> Placed:
+    async def reset(self, id: str, *, hold: bool = False) -> Placed:
         """See the contract."""
-        return await self._do("reset", lambda: self.inner.reset(id))
+        return await self._do("reset", lambda: self.inner.reset(id, hold=hold))
+
+    async def bring_up(self, id: str) -> Placed:
+        """See the contract."""
+        return await self._do("bring_up", lambda: self.inner.bring_up(id))
 
     async def changes(self, id: str) -> Sequence[Mapping[str, Any]]:
         """See the contract."""

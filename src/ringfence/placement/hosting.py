@@ -22,6 +22,7 @@ from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, Run
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.model.levels import Boundary
 from ringfence.model.sandbox import SandboxRequest
+from ringfence.node import resetting, starting
 from ringfence.node.service import Node
 from ringfence.node.state import StateRoot
 from ringfence.node.volumes import RUNTIMES, Volumes
@@ -57,6 +58,7 @@ class Hosting:
         self.happened = happened
         self._starting: dict[str, asyncio.Task[Placed]] = {}
         self._destroying: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._bringing: dict[str, asyncio.Task[None]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._judges: dict[str, Judge] = {}
         self._boundaries: dict[str, dict[str, Any]] = {}
@@ -102,9 +104,10 @@ class Hosting:
 
     async def close(self) -> None:
         """Let go; sandboxes live on. What is half made is undone."""
-        for task in self._starting.values():
+        for task in (*self._starting.values(), *self._bringing.values()):
             task.cancel()
-        await asyncio.gather(*self._starting.values(), *self._destroying.values(), return_exceptions=True)
+        under_way = (*self._starting.values(), *self._bringing.values(), *self._destroying.values())
+        await asyncio.gather(*under_way, return_exceptions=True)
         for watch in self._watches.values():
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
@@ -178,6 +181,7 @@ class Hosting:
             end=as_known(end) if end else None,
             boundary=self._boundaries.get(sandbox.id),
             capabilities=self._capabilities[name],
+            held=bool(sandbox.journal.record.get("held")),
         )
 
     def capacity(self) -> Capacity:
@@ -219,7 +223,7 @@ class Hosting:
         policy = await self.volumes.attach(spec.id, request.policy, spec.volumes)
         sandbox: NodeSandbox | None = None
         try:
-            sandbox = await self._make(replace(request, policy=policy), spec.snapshot)
+            sandbox = await self._make(replace(request, policy=policy), spec.snapshot, spec.hold)
             if spec.volumes and sandbox.runtime.name not in RUNTIMES:
                 raise no_volumes(sandbox.runtime.name)
             if sandbox.runtime.boundary is Boundary.NONE:
@@ -242,14 +246,15 @@ class Hosting:
                 if (await self.node.runtime(str(name))).boundary is Boundary.NONE:
                     raise no_wall(str(name))
 
-    async def _make(self, request: SandboxRequest, snapshot: str) -> NodeSandbox:
+    async def _make(self, request: SandboxRequest, snapshot: str, hold: bool) -> NodeSandbox:
         name = request.id or ""
         self.node.forget(name)
         if self.node.state.folder(name).is_dir():  # a dead node's, which could not be removed yet
             await self.recover()
+        before = starting.hold if hold else None
         if snapshot:
-            return await self.node.restore(snapshot, request)
-        return await self.node.create(request)
+            return await self.node.restore(snapshot, request, before=before)
+        return await self.node.create(request, before)
 
     def _request(self, spec: PlacedSpec) -> SandboxRequest:
         return SandboxRequest(
@@ -454,10 +459,26 @@ class Hosting:
         with contextlib.suppress(NotFound):
             self.node.snapshots.remove(name)
 
-    async def reset(self, name: str) -> Placed:
+    async def bring_up(self, name: str) -> Placed:
+        """Start what waits. Whoever asks meanwhile waits for the same start."""
+        sandbox = self.sandbox(name)
+        task = self._bringing.get(name)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(starting.release(self.node, sandbox))
+            self._bringing[name] = task
+            task.add_done_callback(functools.partial(self._brought, name))
+        await asyncio.shield(task)
+        return self.placed(sandbox)
+
+    def _brought(self, name: str, task: asyncio.Task[None]) -> None:
+        self._bringing.pop(name, None)
+        if not task.cancelled():
+            task.exception()  # whoever asked gets it, if he is still there
+
+    async def reset(self, name: str, *, hold: bool = False) -> Placed:
         """Begin anew."""
         sandbox = self.sandbox(name)
-        await sandbox.reset()
+        await resetting.reset(self.node, sandbox, hold=hold)
         self._judges[name] = Judge(sandbox)
         self._boundaries.pop(name, None)
         return self.placed(sandbox)

@@ -179,9 +179,13 @@ class LocalPlacement:
         """See the contract."""
         await self._call("remove_snapshot", name=name)
 
-    async def reset(self, id: str) -> Placed:
+    async def reset(self, id: str, *, hold: bool = False) -> Placed:
         """See the contract."""
-        return placed_from_json(await self._call("reset", id=id))
+        return placed_from_json(await self._call("reset", id=id, hold=hold))
+
+    async def bring_up(self, id: str) -> Placed:
+        """See the contract."""
+        return placed_from_json(await self._call("bring_up", id=id))
 
     async def changes(self, id: str) -> Sequence[Mapping[str, Any]]:
         """See the contract."""

@@ -269,7 +269,11 @@ class MemoryPlacement:
         """See the contract."""
         self.machine.snapshots.pop(name, None)
 
-    async def reset(self, id: str) -> Placed:
+    async def bring_up(self, id: str) -> Placed:
+        """See the contract: nothing ever waits here."""
+        return self._living(id).placed
+
+    async def reset(self, id: str, *, hold: bool = False) -> Placed:
         """See the contract."""
         made = self._living(id)
         made.resets += 1

@@ -67,6 +67,7 @@ def spec_from_json(value: Mapping[str, Any]) -> PlacedSpec:
 _TYPES: dict[str, tuple[type, ...]] = {
     "id": (str,), "policy": (dict,), "template": (str,), "owner": (dict,), "env": (dict,), "labels": (dict,),
     "volumes": (list,), "snapshot": (str,), "secrets": (bool,), "deadline": (int, float, type(None)),
+    "hold": (bool,),
 }  # fmt: skip
 
 

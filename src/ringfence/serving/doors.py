@@ -54,6 +54,11 @@ class ServiceDoors:
         self._owner = f"{owner}/doors"
         self._open: dict[str, _Held] = {}  # what is in force, by sandbox
 
+    @staticmethod
+    def wanted(sandbox: Sandbox) -> bool:
+        """Whether its policy has a door."""
+        return _network(sandbox) is not None
+
     async def open(self, sandbox: Sandbox) -> None:
         """Open a sandbox's door, if its policy has one.
 
@@ -163,6 +168,8 @@ class ServiceDoors:
                         await self.refresh(sandbox)
                     else:
                         await self._begin(sandbox, network)
+                        # Whoever had it may have died between a reset and what the template starts.
+                        await self._control.placement.bring_up(row.id)
                 except GuestRefused as error:
                     if error.errno != errno.EADDRINUSE:  # who had it has not let go yet
                         _log.warning("the door of %s: %s", row.id, error.message)

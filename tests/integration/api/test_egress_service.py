@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from support import images
+from support.commands import Ringfence
 from support.serving import Serving, eventually, serving
 
 pytest.importorskip("h2")
@@ -252,3 +255,44 @@ def test_a_sandbox_that_begins_anew_has_its_door(service: Serving, web: Web) -> 
         assert service.run(box, "cat $CURL_CA_BUNDLE")["stdout"] == bundle
         assert curl(service, box, web) == "beyond" and web.keys[-1] == KEY
     service.http.delete(f"/v1/sandboxes/{box}")
+
+
+def test_what_a_template_starts_finds_the_door_open(service: Serving, web: Web, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        "FROM busybox:1\n"
+        f"START wget -q -O /tmp/got --header X-Key:$TOKEN http://127.0.0.1:{web.port}/ || exit 3; "
+        "exec sleep 1000\nREADY test -s /tmp/got\n"
+    )
+    ringfence = Ringfence(os.environ | {"RINGFENCE_HOME": str(service.home)})
+    for command in (
+        ("add", f"rootfs:{images.busybox()}", "--name", "busybox:1"),
+        ("build", str(tmp_path), "-t", "fetches:1"),
+    ):
+        done = ringfence("template", *command)
+        assert done.returncode == 0, done.stderr
+    rules = network(web, env="TOKEN")
+    box = service.sandbox(template="fetches:1", network=rules)["id"]
+    assert service.run(box, "cat /tmp/got")["stdout"] == "beyond" and web.keys[-1] == KEY
+    for _ in range(2):
+        web.keys.clear()
+        assert service.http.post(f"/v1/sandboxes/{box}/reset").status_code == 200
+        assert service.run(box, "cat /tmp/got")["stdout"] == "beyond" and web.keys == [KEY]
+    copy = service.http.post(f"/v1/sandboxes/{box}/fork", json={}).json()["items"][0]["id"]
+    assert web.keys == [KEY, KEY]  # it has begun its day with a fetch of its own
+    for each in (box, copy):
+        service.http.delete(f"/v1/sandboxes/{each}")
+    # What fails there fails the start, and leaves nothing.
+    before = {each["id"] for each in service.http.get("/v1/sandboxes?state=running").json()["items"]}
+    body = {"runtime": "jail", "template": "fetches:1", "network": {"mode": "egress"}, "start_timeout": 30}
+    refused = service.http.post("/v1/sandboxes", json=body)
+    assert refused.status_code >= 500 and "start command ended with 3" in refused.text, refused.text
+    after = {each["id"] for each in service.http.get("/v1/sandboxes?state=running").json()["items"]}
+    assert after == before
+    policy = tmp_path / "policy.yaml"
+    document = {"apiVersion": "ringfence/v1", "kind": "Policy", "metadata": {"name": "it"}, "network": rules}
+    policy.write_text(json.dumps(document))
+    done = ringfence("egress", "secret", "set", "key", input=KEY.encode())
+    assert done.returncode == 0, done.stderr
+    done = ringfence("run", "--policy", str(policy), "--template", "fetches:1", "--", "cat", "/tmp/got")
+    assert (done.returncode, done.stdout) == (0, b"beyond"), done.stderr
+    assert web.keys[-1] == KEY

@@ -232,7 +232,7 @@ class PlacementSuite:
             assert wanted.id in [each.id for each in await placement.list()]
             assert (await placement.judge(wanted.id, 137))["cause"] == "deadline"
             assert (await placement.start(wanted)).state == "ended"  # never a second one
-            for call in (placement.pause, placement.reset, placement.connect):
+            for call in (placement.pause, placement.reset, placement.bring_up, placement.connect):
                 with pytest.raises(WrongState):
                     await call(wanted.id)
             assert (await placement.usage(wanted.id))["wall_seconds"] > 0
@@ -401,6 +401,15 @@ class PlacementSuite:
             if self.links:
                 code, _ = await run(placement, placed.id, "cat", "/workspace/file")
                 assert code == 1
+
+    async def test_what_the_template_starts_may_wait(self, placement: Placement) -> None:
+        """A template that starts nothing has nothing that waits."""
+        async with self.started(placement, self.spec(hold=True)) as placed:
+            assert not placed.held
+            for again in (await placement.bring_up(placed.id), await placement.reset(placed.id, hold=True)):
+                assert (again.id, again.state, again.held) == (placed.id, "running", False)
+        with pytest.raises(NotFound):
+            await placement.bring_up(placed.id)
 
     async def test_changes_usage_and_boundary(self, placement: Placement) -> None:
         async with self.started(placement, self.spec()) as placed:
