@@ -39,7 +39,9 @@ _PIECE = 64 * 1024  # bytes of input a frame
 # Bytes of output a stream that the sandbox keeps: all that can be on its way to us in buffers when a
 # connection breaks. Taken as it fills, not before.
 _RING = 4 * 1024 * 1024
-_BACKLOG = 8 * 1024 * 1024  # bytes of input kept for a reconnect: more than all queues on the way hold
+# Bytes of input kept for a reconnect: more than all queues on the way hold (kernels keep up to 10 MiB for each
+# connection, and there may be a proxy in between). Taken as it fills.
+_BACKLOG = 32 * 1024 * 1024
 _PASSING = failures.PASSING | {"guest_error", "link_lost"}
 
 
@@ -70,7 +72,8 @@ class AsyncProcess:
         self._lost = 0
         self._end: Mapping[str, Any] | None = None
         self._input = bytearray()  # sent last, for a reconnect
-        self._sent = 0  # bytes of input so far
+        self._wrote = False  # any input, from here
+        self._sent = 0  # bytes of input so far, with what others wrote before us
         self._given = 0  # of them, what this connection has
         self._closed_input = self._gave_end = False
         self._more, self._moved = asyncio.Event(), asyncio.Event()
@@ -291,6 +294,7 @@ class AsyncProcess:
                 raise WrongState(f"process {self.id} takes no input any more")
             piece = raw[:_PIECE]
             raw = raw[len(piece) :]
+            self._wrote = True
             self._input += piece
             self._sent += len(piece)
             if len(self._input) > _BACKLOG:
@@ -423,7 +427,7 @@ class AsyncProcess:
             "stdout_offset": self._reached[1],
             "stderr_offset": self._reached[2],
             "binary": True,
-            **({"take_input": True} if self._sent or self._closed_input else {}),
+            **({"take_input": True} if self._wrote or self._closed_input else {}),
             **(self._spec or {}),
         }
         try:
@@ -439,6 +443,8 @@ class AsyncProcess:
 
     def _go_on(self, socket: ClientConnection, taken: int) -> None:
         """Input goes on from where the command has taken it."""
+        if not self._wrote:
+            self._sent = taken
         missing = self._sent - taken
         if missing > len(self._input):
             raise LinkLost(

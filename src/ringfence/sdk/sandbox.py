@@ -93,6 +93,7 @@ class AsyncSandbox:
         parent_agent: str | None = None,
         agent_class: str | None = None,
         wait: bool = True,
+        wait_for_room: float = 0.0,
         start_timeout: float | None = None,
         idempotency_key: str | None = None,
         service: AsyncService | None = None,
@@ -118,13 +119,15 @@ class AsyncSandbox:
                 is paused or stopped (``on_idle``).
             agent, parent_agent, agent_class: for whom.
             wait: return when it runs; else at once, see :meth:`wait`.
+            wait_for_room: seconds for which it is asked again while a quota, or the pool's queue, is full.
             start_timeout: seconds that queueing and starting may take.
             idempotency_key: the same key again gives the same sandbox; one is made up for each call, so
                 that a create that is repeated after a broken connection does not start two.
             service: if not the configured one.
 
         Raises:
-            InvalidRequest, PolicyError: what is asked for can't be. QuotaExceeded: there are too many.
+            InvalidRequest, PolicyError: what is asked for can't be.
+            QuotaExceeded: there are too many; told at once, unless ``wait_for_room``.
             RuntimeUnavailable: no healthy runtime meets it. StartFailed, HostLimit: the start failed.
         """
         tags = dict(labels or {}) | ({"name": name} if name else {})
@@ -146,7 +149,9 @@ class AsyncSandbox:
             try:
                 transport = await held.transport()
                 longest = None if start_timeout is None else start_timeout + transport.settings.timeout
-                value = await transport.call("POST", "/v1/sandboxes", json=body, key=key, timeout=longest)
+                value = await transport.call(
+                    "POST", "/v1/sandboxes", json=body, key=key, timeout=longest, room=wait_for_room
+                )
                 return cls(held, transport, wire.sandbox(value))
             except BaseException:
                 await held.release()

@@ -5,7 +5,8 @@ What is repeated, with growing pauses and for ``Settings.retry_for`` seconds at 
 * a connection that could not be made: nothing was sent;
 * GET, HEAD, PUT and DELETE, and a POST with an Idempotency-Key, whose connection broke or whose answer says
   that store or node did not answer (503);
-* anything that was answered by 429 and Retry-After, if that is within the time: it was not begun.
+* anything that was answered by 429 and Retry-After, if that is within the time: it was not begun. Not so a
+  full quota, which others may hold for hours: that is told at once, unless the caller asks for ``room``.
 
 Every other failure is the caller's to judge.
 """
@@ -116,6 +117,7 @@ class Transport:
         safe: bool = False,
         once: bool = False,
         timeout: float | None = None,
+        room: float = 0.0,
     ) -> Any:
         """One request; the JSON of its answer, ``None`` if it has no body.
 
@@ -129,6 +131,7 @@ class Transport:
             safe: it may be repeated although it is a POST: doing it twice is doing it once.
             once: it must not be repeated although its method says so (a PUT that appends).
             timeout: seconds without an answer, if not the usual.
+            room: seconds for which it is asked again while a quota is full.
 
         Raises:
             ServiceUnreachable: no answer.
@@ -136,7 +139,7 @@ class Transport:
         """
         response = await self.answer(
             method, path, json=json, params=params, headers=headers, content=content, key=key, safe=safe,
-            once=once, timeout=timeout,
+            once=once, timeout=timeout, room=room,
         )  # fmt: skip
         if not response.content:
             return None
@@ -158,6 +161,7 @@ class Transport:
         safe: bool = False,
         once: bool = False,
         timeout: float | None = None,
+        room: float = 0.0,
     ) -> httpx2.Response:
         """As :meth:`call`, but the whole answer, its body read."""
         self.check()
@@ -166,7 +170,7 @@ class Transport:
             own["idempotency-key"] = key
         flows = not (content is None or isinstance(content, bytes))
         repeatable = not (flows or once) and (safe or bool(key) or method in _SAFE)
-        retry = Retry(self.settings.retry_for)
+        retry, full = Retry(self.settings.retry_for), Retry(room)
         while True:
             try:
                 response = await self._client.request(
@@ -186,7 +190,8 @@ class Transport:
             if response.status_code < 400:
                 return response
             failure = failures.from_response(response.status_code, response.headers, response.content)
-            if not await _again(failure, retry, repeatable=repeatable, once=flows):
+            patience = full if failure.code == "quota_exceeded" else retry
+            if not await _again(failure, patience, repeatable=repeatable, once=flows):
                 raise failure
 
     async def raw(

@@ -85,6 +85,17 @@ async def test_a_wait_that_is_too_long_is_the_callers() -> None:
     assert len(server.requests) == 1
 
 
+async def test_a_full_quota_is_told_at_once_unless_the_caller_waits_for_room() -> None:
+    full = error(429, "quota_exceeded", Retry_After="0.05")
+    async with scripted(full, OK) as server, transport(server) as wire:
+        with pytest.raises(QuotaExceeded):
+            await wire.call("POST", "/v1/x", json={}, key="k")
+        assert len(server.requests) == 1
+    async with scripted(full, full, OK) as server, transport(server) as wire:
+        assert await wire.call("POST", "/v1/x", json={}, room=60.0) == {"fine": True}
+        assert len(server.requests) == 3
+
+
 async def test_what_is_wrong_is_not_repeated() -> None:
     async with scripted(error(404, "not_found", X_Request_Id="rq-9")) as server, transport(server) as wire:
         with pytest.raises(NotFound) as refused:

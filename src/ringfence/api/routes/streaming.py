@@ -26,6 +26,7 @@ routes = Routes("streaming")
 SUBPROTOCOL = "ringfence.v1"
 _BINARY = struct.Struct(">BQ")  # stream (1 stdout, 2 stderr), offset; the bytes follow
 _FIRST = 30.0  # seconds until the first frame
+_SETTLE, _SETTLES = 0.05, 100  # seconds between two looks at what input was taken, looks at most
 _WINDOW = 16  # frames of input that wait for the command
 _END = object()
 
@@ -84,6 +85,8 @@ async def execute(socket: Socket) -> None:
         process, fresh = await _attach(socket, asked.id, offsets), False
     else:
         process, fresh = await get_or_start(link, asked.spec(attached=True), offsets)
+    if asked.take_input and not fresh:
+        process = await _settled(socket, process, offsets)
     session = _Session(socket, process, asked.binary)
     if fresh:
         session.kill_on_disconnect = asked.kill_on_disconnect
@@ -115,6 +118,22 @@ async def _attach(socket: Socket, number: str, offsets: tuple[int | None, int | 
         raise NotFound(f"no command {number[:64]!r}", hint="ids are of A-Z a-z 0-9 . _ -")
     link = await socket.control.link(socket.principal, socket.sandbox)
     return await link.attach(number, *offsets)
+
+
+async def _settled(
+    socket: Socket, process: GuestProcess, offsets: tuple[int | None, int | None]
+) -> GuestProcess:
+    """Attached anew until its input stands still: what a process of ours that was killed had sent to the
+    guest before is under way still, and counts as taken. (Those that live were told to stop.)
+    """
+    for _ in range(_SETTLES):
+        before = process.stdin_offset
+        await process.close()
+        await asyncio.sleep(_SETTLE)
+        process = await _attach(socket, process.id, offsets)
+        if process.stdin_offset == before:
+            break
+    return process
 
 
 def _parse(model: type[Body], value: dict[str, Any]) -> Any:

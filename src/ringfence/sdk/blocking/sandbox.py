@@ -73,6 +73,7 @@ class Sandbox(Facade):
         parent_agent: str | None = None,
         agent_class: str | None = None,
         wait: bool = True,
+        wait_for_room: float = 0.0,
         start_timeout: float | None = None,
         idempotency_key: str | None = None,
         service: Service | None = None,
@@ -98,13 +99,15 @@ class Sandbox(Facade):
                 is paused or stopped (``on_idle``).
             agent, parent_agent, agent_class: for whom.
             wait: return when it runs; else at once, see :meth:`wait`.
+            wait_for_room: seconds for which it is asked again while a quota, or the pool's queue, is full.
             start_timeout: seconds that queueing and starting may take.
             idempotency_key: the same key again gives the same sandbox; one is made up for each call, so
                 that a create that is repeated after a broken connection does not start two.
             service: if not the configured one.
 
         Raises:
-            InvalidRequest, PolicyError: what is asked for can't be. QuotaExceeded: there are too many.
+            InvalidRequest, PolicyError: what is asked for can't be.
+            QuotaExceeded: there are too many; told at once, unless ``wait_for_room``.
             RuntimeUnavailable: no healthy runtime meets it. StartFailed, HostLimit: the start failed.
         """
         return Sandbox._of(
@@ -136,6 +139,7 @@ class Sandbox(Facade):
                         parent_agent=parent_agent,
                         agent_class=agent_class,
                         wait=wait,
+                        wait_for_room=wait_for_room,
                         start_timeout=start_timeout,
                         idempotency_key=idempotency_key,
                         service=_plain(service),
