@@ -15,7 +15,8 @@ from ringfence.model.errors import InvalidRequest, NotFound
 from ringfence.model.policy import Policy
 from ringfence.placement.contract import VolumeMount
 
-_MOST_DOCUMENT = 256 * 1024
+_MOST_DOCUMENT = 256 * 1024  # bytes of a policy as JSON
+_MOST_ENTRIES = 1000  # of one list in it
 
 
 def policy(given: str | Mapping[str, Any] | None, **single: Any) -> Policy:
@@ -25,6 +26,7 @@ def policy(given: str | Mapping[str, Any] | None, **single: Any) -> Policy:
         InvalidRequest, PolicyError: what is wrong, by field. Host folders can't be mounted from here: what is
         on the node's disk is nobody's of the service's.
     """
+    _bounded(given, single.get("network"))
     if given is None:
         made = Policy()
     elif isinstance(given, str):
@@ -48,6 +50,33 @@ def policy(given: str | Mapping[str, Any] | None, **single: Any) -> Policy:
             field="filesystem.mounts",
         )
     return policies.check(made)
+
+
+def _bounded(*documents: object) -> None:
+    """Judging a policy takes time that belongs to everybody: one of a million rules is nobody's.
+
+    Raises:
+        InvalidRequest: too large, or nested too deep.
+    """
+    left = _MOST_DOCUMENT
+    waiting = [document for document in documents if isinstance(document, Mapping)]
+    while waiting:
+        found: Any = waiting.pop()
+        if isinstance(found, Mapping):
+            left -= sum(len(str(name)) + 4 for name in found)
+            waiting.extend(found.values())
+        elif isinstance(found, list | tuple):
+            if len(found) > _MOST_ENTRIES:
+                raise InvalidRequest(
+                    f"a policy with a list of {len(found)} entries", hint=f"at most {_MOST_ENTRIES}"
+                )
+            waiting.extend(found)
+        else:
+            left -= len(found) + 4 if isinstance(found, str) else 4
+        if left < 0:
+            raise InvalidRequest(
+                f"a policy of more than {_MOST_DOCUMENT // 1024} KiB", hint="patterns make rules fewer"
+            )
 
 
 def _override(base: Policy, values: dict[str, Any]) -> Policy:
@@ -138,5 +167,6 @@ def changed_door(document: Mapping[str, Any], body: UpdateSandbox) -> Policy | N
     }
     if not values:
         return None
+    _bounded(values.get("network"))
     base = policies.from_dict(dict(document))
     return policies.check(replace(_override(base, values), wall=base.wall))

@@ -314,3 +314,26 @@ def test_nothing_runs_without_a_wall(service: Serving, body: dict[str, Any]) -> 
     answer = service.http.post("/v1/sandboxes", json=body)
     assert answer.status_code == 501, answer.text
     assert answer.json()["error"]["code"] == "unsupported"
+
+
+@pytest.mark.parametrize("where", ["policy", "network", "change"])
+def test_a_policy_has_a_size(service: Serving, box: Box, where: str) -> None:
+    """To judge one takes the time of all: of 50,000 rules a quarter of a minute."""
+    for network in (
+        {"mode": "egress", "allow": [{"host": f"h{n}.example"} for n in range(50_000)]},
+        {"mode": "egress", "allow": [{"host": "a.example", "paths": ["/" + "x" * 300_000]}]},
+    ):
+        if where == "change":
+            answer = service.http.patch(f"/v1/sandboxes/{box['id']}", json={"network": network})
+        else:
+            body = {"network": network} if where == "network" else {"policy": {"network": network}}
+            answer = service.http.post("/v1/sandboxes", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "invalid_request" and "a policy" in answer.text
+
+
+def test_metrics_are_the_operators(service: Serving) -> None:
+    _, key = service.tenant(f"m{uuid.uuid4().hex[:8]}")
+    answer = service.client(key).get("/metrics")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_allowed")
+    assert service.http.get("/metrics").status_code == 200

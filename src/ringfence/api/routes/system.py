@@ -32,6 +32,7 @@ async def openapi(call: Call) -> Answer:
 
 @routes.get("/metrics", scope="admin", answer="text/plain")
 async def metrics(call: Call) -> Answer:
-    """Metrics of this process for Prometheus: of all projects, hence the scope."""
+    """Metrics of this process for Prometheus; for the operator: they are of all projects."""
+    call.principal.require_operator()
     text = call.service.metrics.text()
     return Answer(200, text, media="text/plain; version=0.0.4; charset=utf-8")
