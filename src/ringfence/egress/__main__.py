@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -57,6 +58,9 @@ def main(arguments: list[str]) -> int:
     async def serve() -> None:
         server = Server(Path(), settings)
         _drop(user)
+        gc.collect()
+        gc.freeze()  # what is here now stays: it need not be looked through again and again
+        gc.set_threshold(20_000, 20, 50)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.done.set)
         await server.run(owner)
 

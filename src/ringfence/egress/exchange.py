@@ -106,6 +106,11 @@ class _Body:
             yield data
 
 
+async def _one(data: bytes) -> AsyncIterator[bytes]:
+    if data:
+        yield data
+
+
 class Exchange:
     """Serves one request. ``flow`` carries its counts."""
 
@@ -349,10 +354,10 @@ class Exchange:
         ended = False
         try:
             await front.start(response)
-            idle = self.door.network.idle_timeout
-            loop = asyncio.get_running_loop()
-            async with asyncio.timeout(idle) as patience:
-                async for data in upstream.body(response):
+            whole = upstream.whole(response)
+            pieces = upstream.body(response) if whole is None else _one(whole)
+            with upstream.patience(self.door.network.idle_timeout) as patience:
+                async for data in pieces:
                     if bucket is not None:
                         await bucket.take(len(data))
                     flow.back(len(data))
@@ -364,7 +369,7 @@ class Exchange:
                         self.taking.received(data)
                     if data:
                         await front.piece(data)
-                    patience.reschedule(loop.time() + idle)
+                    patience.extend()
             if rest := starring.end():
                 await front.piece(rest)
                 tail += rest

@@ -107,6 +107,10 @@ class Reader:
         while len(self._held) < count:
             if not await self.more():
                 raise Incomplete
+        return self.cut(count)
+
+    def cut(self, count: int) -> bytes:
+        """So many bytes of those that are held."""
         data = bytes(self._held[:count])
         del self._held[:count]
         return data

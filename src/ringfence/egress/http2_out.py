@@ -18,6 +18,7 @@ from ringfence.egress.http1 import HOP, BadMessage, Headers, Incomplete, Respons
 from ringfence.egress.injection import Outgoing
 from ringfence.egress.names import Address
 from ringfence.egress.outward import BodyFailed, Count, Sending
+from ringfence.egress.patience import Patience
 from ringfence.egress.streams import BROKEN, SocketStream, TlsStream
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class H2Upstream:
         self.scheme = "https"
         self.used = 0
         self.trailers: Headers = []
+        self.patience = Patience()
         self._stream = stream
         self._socket = socket
         config = h2.config.H2Configuration(client_side=True, header_encoding=None)
@@ -188,6 +190,10 @@ class H2Upstream:
         self._h2.end_stream(self._number)
         await self._flush()
 
+    def whole(self, response: ResponseHead) -> bytes | None:
+        """See ``outward.Upstream``: what has come stays where its window is kept."""
+        return None
+
     async def body(self, response: ResponseHead) -> AsyncIterator[bytes]:
         """See ``outward.Upstream``."""
         while True:
@@ -217,6 +223,7 @@ class H2Upstream:
     async def close(self) -> None:
         """See ``outward.Upstream``."""
         self._clean = False
+        self.patience.close()
         await self._stop_sending()
         if self._reader is not None:
             self._reader.cancel()

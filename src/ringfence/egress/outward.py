@@ -11,6 +11,7 @@ from ringfence.egress import http1
 from ringfence.egress.http1 import Headers, Reader, ResponseHead
 from ringfence.egress.injection import Outgoing
 from ringfence.egress.names import Address
+from ringfence.egress.patience import Patience
 from ringfence.egress.streams import BROKEN, SocketStream, Stream, TlsStream
 from ringfence.egress.upstream import Unreachable
 
@@ -43,6 +44,7 @@ class Upstream(Protocol):
     scheme: str
     used: int
     trailers: Headers  # of the answer, when its body has ended
+    patience: Patience  # for whoever waits for its answer
 
     async def request(
         self, outgoing: Outgoing, body: Sending, upgrade: str, count: Count, idle: float
@@ -53,6 +55,10 @@ class Upstream(Protocol):
             OSError and what else streams raise, BadMessage, Incomplete, TimeoutError: it did not work out.
             BodyFailed: the request's body could not be had from whoever sends it.
         """
+        ...
+
+    def whole(self, response: ResponseHead) -> bytes | None:
+        """All of the answer's body, if it came along with the head: then :meth:`body` is not for use."""
         ...
 
     def body(self, response: ResponseHead) -> AsyncIterator[bytes]:
@@ -89,6 +95,7 @@ class H1Upstream:
         self.scheme = scheme
         self.used = 0
         self.trailers: Headers = []
+        self.patience = Patience()
         self.clean = True
         self._socket = socket
         self._sender: asyncio.Task[None] | None = None
@@ -146,7 +153,7 @@ class H1Upstream:
     async def _head(self, method: str, idle: float) -> ResponseHead:
         """An answer may come before the request is whole; a body that breaks off ends the wait for one."""
         if self._sender is None or self._sender.done():
-            async with asyncio.timeout(idle):
+            with self.patience(idle):
                 return http1.parse_response(await self.reader.head(), method)
         reading = asyncio.ensure_future(self.reader.head())
         try:
@@ -160,6 +167,13 @@ class H1Upstream:
             if not reading.done():
                 reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+
+    def whole(self, response: ResponseHead) -> bytes | None:
+        """See :class:`Upstream`."""
+        if self._sender is not None or not 0 <= response.length <= self.reader.held:
+            return None
+        self.clean = response.keep
+        return self.reader.cut(response.length)
 
     async def body(self, response: ResponseHead) -> AsyncIterator[bytes]:
         """See :class:`Upstream`."""
@@ -178,6 +192,7 @@ class H1Upstream:
     async def close(self) -> None:
         """See :class:`Upstream`."""
         self.clean = False
+        self.patience.close()
         await self._stop_sending()
         with contextlib.suppress(*BROKEN):
             await self.stream.close()

@@ -17,6 +17,7 @@ from ringfence.egress.exchange import Exchange, Request
 from ringfence.egress.http1 import BadMessage, Headers, Incomplete, Reader, RequestHead, ResponseHead
 from ringfence.egress.names import BadHost, Host, parse_host
 from ringfence.egress.outward import H1Upstream, Upstream
+from ringfence.egress.patience import Patience
 from ringfence.egress.policy import BadPath, Decision, normal_path
 from ringfence.egress.relay import relay
 from ringfence.egress.streams import BROKEN, Rewound
@@ -39,9 +40,16 @@ class Requests:
         self.door: Door = flow.door
         self.reader = reader
         self.fixed = fixed
+        self._patience = Patience()
 
     async def serve(self) -> RequestHead | None:
         """Serve until the client leaves. Returns a CONNECT request if there is one: the caller's to serve."""
+        try:
+            return await self._serve()
+        finally:
+            self._patience.close()
+
+    async def _serve(self) -> RequestHead | None:
         while True:
             try:
                 head = await self._head()
@@ -60,12 +68,12 @@ class Requests:
         idle = self.door.network.idle_timeout
         try:
             if not self.reader.held:
-                async with asyncio.timeout(idle):
+                with self._patience(idle):
                     if not await self.reader.more():
                         return None
             if self.reader.has_head:  # came in one piece
                 return http1.parse_request(await self.reader.head())
-            async with asyncio.timeout(_HEAD_PATIENCE):
+            with self._patience(_HEAD_PATIENCE):
                 return http1.parse_request(await self.reader.head())
         except TimeoutError:
             if self.reader.held:

@@ -268,6 +268,8 @@ class TlsStream:
             ssl.SSLError, OSError: the connection broke.
         """
         while True:
+            if not self._incoming.pending and not self._incoming.eof and not self._tls.pending():
+                await self._more()  # a try would only say that there is nothing
             try:
                 data = self._tls.read(limit)
             except ssl.SSLWantReadError:
