@@ -10,7 +10,7 @@ BENCH_ARGS   ?= --against bwrap,runc
 # Machines that set this for a reason of their own would make every start compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-user check format bench figures matrix fuzz sanitize wheel lock clean
+.PHONY: help setup demo test test-user check format bench bench-runtimes figures matrix fuzz sanitize wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -45,13 +45,18 @@ bench: ## cold start, exec, rate, memory, beside bwrap and runc in the same run
 	@$(PYTHON) -m ringfence bench $(BENCH_ARGS); one=$$?; $(PYTHON) -m ringfence bench --egress $(BENCH_EGRESS_ARGS) || one=1; \
 	    $(PYTHON) -m ringfence bench --api $(BENCH_API_ARGS) && exit $$one
 
-figures: ## the same, and into docs/SPECIFICATION.md
+bench-runtimes: ## each runtime beside the program that it is built on, restores, images of any size
+	@scripts/setup.sh test
+	@$(PYTHON) scripts/bench_runtimes.py $(BENCH_RUNTIMES_ARGS)
+
+figures: ## all of it, and into docs/SPECIFICATION.md
 	@scripts/setup.sh test
 	@mkdir -p build
 	@$(PYTHON) -m ringfence bench $(BENCH_ARGS) --json > build/bench.json || test -s build/bench.json
 	@$(PYTHON) -m ringfence bench --api $(BENCH_API_ARGS) --json > build/bench-api.json || test -s build/bench-api.json
 	@$(PYTHON) -m ringfence bench --egress $(BENCH_EGRESS_ARGS) --json > build/bench-egress.json || test -s build/bench-egress.json
-	@$(PYTHON) scripts/spec_figures.py build/bench.json build/bench-api.json build/bench-egress.json
+	@$(PYTHON) scripts/bench_runtimes.py --json > build/bench-runtimes.json || test -s build/bench-runtimes.json
+	@$(PYTHON) scripts/spec_figures.py build/bench.json build/bench-api.json build/bench-egress.json build/bench-runtimes.json
 
 matrix: ## conformance, probe and bench of every runtime that works here, into docs/matrix.md and README.md
 	@scripts/setup.sh test

