@@ -61,6 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-ratio", type=float, default=0.0, metavar="N", help="the same for memory (4)"
     )
+    parser.add_argument(
+        "--keep-events",
+        type=float,
+        default=7.0,
+        metavar="DAYS",
+        help="how long events are kept (7); 0: for ever",
+    )
     add_json(parser)
 
 
@@ -94,6 +101,7 @@ def main(options: argparse.Namespace) -> int:
         egress=not options.no_egress,
         cpu_ratio=options.cpu_ratio,
         memory_ratio=options.memory_ratio,
+        keep_events=options.keep_events,
     )
     serve(request, _Told(request, as_json=options.json))
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ringfence.control.claiming import Claims
 from ringfence.control.core import Admission, Core, Settings, stopped
 from ringfence.control.ending import Ending
+from ringfence.control.forgetting import Forgetting, Keeping
 from ringfence.control.jobs import Jobs
 from ringfence.control.jobs_running import Runner
 from ringfence.control.links import Links
@@ -44,7 +45,7 @@ class Control:
     ``owner_id`` names this process among those that share the store: one that is started anew under the same
     id goes on at once with what the former one had under way. ``admission``: the quotas that hold
     (``tenancy.quotas``); by default those of the store, on the machines of the placement. ``files``: the
-    folder for what jobs bring and leave; without one there are no jobs.
+    folder for what jobs bring and leave; without one there are no jobs. ``keeping``: of events.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Control:
         admission: Admission | None = None,
         settings: Settings | None = None,
         files: Path | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self.store = store
         self.placement = placement
@@ -78,7 +80,8 @@ class Control:
         self.refilling = Refilling(self.core, self.pools, self.queues, self.ending)
         self.claims = Claims(self.core, self.pools, self.queues, self.sandboxes, self.ending, self.starting)
         self.volumes = Volumes(self.core)
-        self.reconciler.also.append(self.volumes.sweep)
+        self.forgetting = Forgetting(self.core, keeping)
+        self.reconciler.also += [self.volumes.sweep, self.forgetting.sweep]
 
         def has_door() -> bool:  # also in the moments before the doors are wired, after a restart
             return bool(egress or self.ending.doors)

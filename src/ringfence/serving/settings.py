@@ -32,6 +32,7 @@ class Worker:
     egress: bool = True
     cpu_ratio: float = 0.0
     memory_ratio: float = 0.0
+    keep_events: float = 7.0  # days
     settings: dict[str, Any] | None = None
 
     def to_json(self) -> bytes:

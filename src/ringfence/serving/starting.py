@@ -46,6 +46,7 @@ class Request:
     egress: bool = True
     cpu_ratio: float = 0.0
     memory_ratio: float = 0.0
+    keep_events: float = 7.0
 
 
 class Told(Protocol):
@@ -108,6 +109,7 @@ def serve(request: Request, told: Told) -> None:
             egress=request.egress,
             cpu_ratio=request.cpu_ratio,
             memory_ratio=request.memory_ratio,
+            keep_events=request.keep_events,
         )
         keys = _Keys(request.key_file, told)
         supervisor = Supervisor(
@@ -190,6 +192,10 @@ def _check(request: Request) -> tuple[str, int] | None:
     for ratio in (request.cpu_ratio, request.memory_ratio):
         if not 0 <= ratio <= 10_000:
             raise InvalidRequest(f"{ratio} is no ratio", hint="a number from 0 on; 0: the usual one")
+    if not 0 <= request.keep_events <= 36_600:
+        raise InvalidRequest(
+            f"{request.keep_events} days", hint="a number of days; 0: events are kept for ever"
+        )
     if request.bind is None:
         if request.uds is None:
             raise InvalidRequest("nowhere to listen", hint="--uds PATH, or leave --no-tcp out")

@@ -24,6 +24,7 @@ import uvicorn
 
 from ringfence.api.app import Service, make_app
 from ringfence.api.settings import Settings
+from ringfence.control.forgetting import Keeping
 from ringfence.control.quotas import Oversell, Quotas
 from ringfence.control.service import Control
 from ringfence.control.tenancy import Tenancy
@@ -66,6 +67,7 @@ async def service(
     egress: str = "",
     oversell: Oversell | None = None,
     files: Path | None = None,
+    keeping: Keeping | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """The API over a store and a placement, with its background work, until the block ends.
@@ -75,7 +77,7 @@ async def service(
     """
     quotas = Quotas(store, capacity=placement.capacity, oversell=oversell)
     tenancy = Tenancy(store, quotas)
-    control = Control(store, placement, owner_id=owner, admission=quotas, files=files)
+    control = Control(store, placement, owner_id=owner, admission=quotas, files=files, keeping=keeping)
     made: Service | None = None
     watched = contextlib.AsyncExitStack()
     sweeping: asyncio.Task[None] | None = None
@@ -201,6 +203,7 @@ async def run(worker: Worker) -> None:
                 egress=os.path.join(worker.state, "egress"),
                 oversell=oversell,
                 files=Path(worker.state) / "jobs",
+                keeping=Keeping(days=worker.keep_events),
                 domain=worker.domain,
                 public_url=worker.public_url,
                 **(worker.settings or {}),

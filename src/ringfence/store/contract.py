@@ -183,6 +183,16 @@ class Store(Protocol):
     ) -> list[Event]:
         """Events beyond a number, oldest first."""
 
+    async def forget_before(self, moment: float, *, limit: int = 1000) -> int:
+        """Remove events that happened before a moment (seconds since the epoch): of the ``limit`` oldest
+        ones. Returns how many went. The newest of all stays: numbers are not given twice.
+        """
+
+    async def forget_beyond(self, project: str, most: int, *, limit: int = 1000) -> int:
+        """Remove a project's events but for the newest ``most`` (1 or more), the oldest first, at most
+        ``limit``. Returns how many went.
+        """
+
     async def counter(self, name: str) -> int:
         """A counter's value; 0 if it was never changed, or its period is over."""
 

@@ -296,6 +296,19 @@ class PostgresStore:
             for kind, of, project_of, name, at, data, number in found
         ]
 
+    async def forget_before(self, moment: float, *, limit: int = 1000) -> int:
+        """Remove events of before."""
+        return await self._forget(sql.FORGET_BEFORE, limit, moment)
+
+    async def forget_beyond(self, project: str, most: int, *, limit: int = 1000) -> int:
+        """Remove a project's events but for the newest."""
+        if not storable(project):
+            return 0
+        return await self._forget(sql.FORGET_BEYOND, project, project, most, limit)
+
+    async def _forget(self, text: str, *values: Any) -> int:
+        return (await self._call(lambda connection: connection.execute(text, values))).rowcount
+
     async def counter(self, name: str) -> int:
         """A counter's value."""
         found = await self._read(sql.COUNTER, name) if storable(name) else []

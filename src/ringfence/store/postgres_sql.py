@@ -17,6 +17,16 @@ GET = f"SELECT {COLUMNS} FROM rf_rows WHERE kind = %s AND id = %s"
 COMMIT = "SELECT rf_commit(%s, %s, %s)"
 TAKE = f"SELECT {COLUMNS} FROM rf_take(%s, %s, %s, %s, %s, %s, %s, %s, %s)"
 EVENTS = "SELECT kind, subject, project, name, at, data, number FROM rf_events WHERE number > %s"
+FORGET_BEFORE = (
+    "DELETE FROM rf_events WHERE number IN (SELECT number FROM"
+    " (SELECT number, at FROM rf_events ORDER BY number LIMIT %s) AS oldest"
+    " WHERE at < %s AND number < (SELECT max(number) FROM rf_events))"
+)
+FORGET_BEYOND = (
+    "DELETE FROM rf_events WHERE number IN (SELECT number FROM rf_events WHERE project = %s AND number <="
+    " (SELECT number FROM rf_events WHERE project = %s ORDER BY number DESC LIMIT 1 OFFSET %s)"
+    " ORDER BY number LIMIT %s)"
+)
 COUNTER = (
     "SELECT value FROM rf_counters"
     " WHERE name = %s AND (until = 0 OR until > extract(epoch FROM clock_timestamp()))"

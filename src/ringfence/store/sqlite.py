@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringfence.model.errors import NotFound, RingfenceError, StoreUnavailable
+from ringfence.store import sqlite_sql as sql
 from ringfence.store.codec import check, check_lease, check_taken, encode, storable
 from ringfence.store.contract import ANSWERS, Change, Event, Row
 from ringfence.store.sqlite_work import Work, move_log
@@ -261,6 +262,16 @@ class SqliteStore:
         if limit <= 0 or not storable(project, subject):
             return []
         return await self._do(lambda work: work.events(project, subject, after, limit))
+
+    async def forget_before(self, moment: float, *, limit: int = 1000) -> int:
+        """Remove events of before."""
+        return await self._do(lambda work: work.forget(sql.FORGET_BEFORE, moment, limit))
+
+    async def forget_beyond(self, project: str, most: int, *, limit: int = 1000) -> int:
+        """Remove a project's events but for the newest."""
+        if not storable(project):
+            return 0
+        return await self._do(lambda work: work.forget(sql.FORGET_BEYOND, project, most, limit))
 
     async def counter(self, name: str) -> int:
         """A counter's value."""

@@ -40,6 +40,16 @@ OLDEST = (
 )
 EVENT = "INSERT INTO events (kind, subject, project, name, at, data) VALUES (?, ?, ?, ?, ?, ?)"
 EVENTS = "SELECT kind, subject, project, name, at, data, number FROM events WHERE number > ?"
+FORGET_BEFORE = (
+    "DELETE FROM events WHERE number IN (SELECT number FROM"
+    " (SELECT number, at FROM events ORDER BY number LIMIT ?2)"
+    " WHERE at < ?1 AND number < (SELECT max(number) FROM events))"
+)
+FORGET_BEYOND = (
+    "DELETE FROM events WHERE number IN (SELECT number FROM events WHERE project = ?1 AND number <="
+    " (SELECT number FROM events WHERE project = ?1 ORDER BY number DESC LIMIT 1 OFFSET ?2)"
+    " ORDER BY number LIMIT ?3)"
+)
 
 ADD = (
     "INSERT INTO counters (name, value, until) VALUES (?1, max(0, ?2), ?3) ON CONFLICT (name) DO UPDATE"

@@ -172,6 +172,11 @@ class Work:
 
     # --- writes ---------------------------------------------------------------------------------------------
 
+    def forget(self, text: str, *values: Any) -> int:
+        """Remove events; how many."""
+        with self.writing(False):
+            return self.db.execute(text, values).rowcount
+
     def commit(self, changes: Sequence[Change], durable: bool) -> tuple[list[Row], list[tuple[str, str]]]:
         """All changes or none; the rows put, and all that changed."""
         changed: list[tuple[str, str]] = []

@@ -121,6 +121,35 @@ class EventSuite(StoreSuite):
         assert both == [e for e in events[3:] if (e.project, e.subject) == ("q", "t-1")][:1]
         assert await store.events(subject="nothing") == []
 
+    async def test_the_old_are_forgotten(self, store: Store) -> None:
+        for number in range(10):
+            await store.commit(Event("thing", "t", "p", "thing.n", float(number), {"n": number}))
+        assert await store.forget_before(0.0) == 0
+        assert await store.forget_before(3.0) == 3
+        assert await store.forget_before(6.0, limit=2) == 2
+        left = await store.events()
+        assert [one.data["n"] for one in left] == [5, 6, 7, 8, 9]
+        # The newest stays, and numbers go on.
+        assert await store.forget_before(1e12) == 4
+        (last,) = await store.events()
+        assert last == left[-1]
+        await store.commit(Event("thing", "t", "p", "thing.n", 10.0))
+        assert (await store.events())[-1].number > last.number
+
+    async def test_of_a_project_only_so_many_are_kept(self, store: Store) -> None:
+        for number in range(10):
+            await store.commit(
+                Event("thing", "t", "p", "thing.n", float(number), {"n": number}),
+                Event("thing", "t", "q", "thing.n", float(number), {"n": number}),
+            )
+        assert await store.forget_beyond("p", 10) == 0
+        assert await store.forget_beyond("p", 4, limit=5) == 5
+        assert await store.forget_beyond("p", 4) == 1
+        assert await store.forget_beyond("p", 4) == 0
+        assert await store.forget_beyond("nobody's", 1) == 0
+        assert [one.data["n"] for one in await store.events(project="p")] == [6, 7, 8, 9]
+        assert len(await store.events(project="q")) == 10
+
     async def test_what_is_told_is_what_is_read(self, store: Store) -> None:
         told = Event("thing", "t'\"%", "p", "ü", 1e9 + 0.25, {"\0": ["\ud800", 1.5, None]})
         await store.commit(told)
