@@ -59,7 +59,7 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "reset": {"wall": (guarding.Guarded, "start"), "enter": (node_sandboxes.NodeSandbox, "enter_wall")},
     "destroy": {
-        "wall": (guarding.Guarded, "destroy"),
+        "wall": (guarding.Guarded, "_destroy"),
         "group": (groups.GroupPool, "give_back"),
         "range": (identities.Ranges, "give_back"),
         "folder": (state.StateRoot, "give_folder"),
@@ -67,13 +67,13 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "ended": {
         "grave": (graves.Graves, "dig"),
-        "wall": (guarding.Guarded, "destroy"),
+        "wall": (guarding.Guarded, "_destroy"),
         "folder": (state.StateRoot, "give_folder"),
     },
     "make_volume": {"format": (Volumes, "_mounted"), "reserve": (disks, "_reserve")},
     "attach": {"mount": (Volumes, "mounted"), "intent": (journal.Journal, "begin")},
     "import": {"mount": (Volumes, "mounted"), "unpack": (attaching, "extract_tar")},
-    "detach": {"wall": (guarding.Guarded, "destroy"), "unmount": (Volumes, "release")},
+    "detach": {"wall": (guarding.Guarded, "_destroy"), "unmount": (Volumes, "release")},
     "remove_volume": {"unmount": (Volumes, "release")},
 }
 ROOT_ONLY = {

@@ -94,6 +94,17 @@ class Journal:
             raise host_limit(error, f"write the journal in {self.folder}") from error
         self.record.update(change)
 
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def descriptor(self) -> int:
+        """Of the open file; -1 if it is not open."""
+        return self._file
+
     def close(self) -> None:
         """Close the file; the journal stays."""
         if self._file >= 0:

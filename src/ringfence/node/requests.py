@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import time
 
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.ids import SANDBOX_ID
@@ -16,6 +17,7 @@ from ringfence.runtimes.contract import AGENT_UID
 
 MOST_PROCESSES = 32_768
 MOST_OPEN_FILES = 1 << 20
+_COUNT_EVERY = 5.0  # seconds
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*", re.ASCII)
 
 
@@ -77,7 +79,7 @@ def _check_template(name: str) -> None:
 
 def _check_size(request: SandboxRequest) -> None:
     size = request.policy.wall.resources
-    processors = os.cpu_count() or 1
+    processors = processor_count()
     if not _positive(size.cpus) or size.cpus < 0.01:
         raise InvalidRequest(f"{size.cpus} CPUs are impossible", hint=f"0.01 to {processors}")
     if size.cpus > processors:
@@ -98,6 +100,18 @@ def _check_size(request: SandboxRequest) -> None:
 
 def _positive(number: float) -> bool:
     return math.isfinite(number) and number > 0
+
+
+_counted = (-math.inf, 1)  # when, and how many
+
+
+def processor_count() -> int:
+    """Processors of this machine, looked up every few seconds: some can be added and taken away."""
+    global _counted
+    now = time.monotonic()
+    if now - _counted[0] > _COUNT_EVERY:
+        _counted = now, os.cpu_count() or 1
+    return _counted[1]
 
 
 @functools.cache

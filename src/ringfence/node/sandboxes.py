@@ -96,7 +96,7 @@ class NodeSandbox:
         self._upper: int | None = None
         self._link: GuestLink | None = None
         self._linking = asyncio.Lock()
-        self._watcher: asyncio.Task[None] | None = None
+        self._watched: asyncio.Future[Exit] | None = None  # its driver's word of the end
         self._destroying: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._carried_cpu = 0.0  # seconds that walls before a reset took
@@ -121,7 +121,12 @@ class NodeSandbox:
 
     def watch(self, *, limits: bool = True) -> None:
         """Begin to hold it to its limits; without ``limits`` only to wait for its end."""
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        waiting = getattr(self.runtime, "waiting", None)
+        if waiting is None:
+            self._watched = asyncio.ensure_future(self.runtime.wait(self.handle))
+        else:
+            self._watched = waiting(self.handle)
+        self._watched.add_done_callback(self._seen_end)
         if limits:
             self.supervisor.start()
 
@@ -490,13 +495,14 @@ class NodeSandbox:
         if self._upper is not None:
             os.close(self._upper)
             self._upper = None
-        await self.runtime.destroy(self.handle)
+        # Nobody cancels this task, so the driver's wrapper need not have one.
+        await getattr(self.runtime, "destroy_here", self.runtime.destroy)(self.handle)
         if self._link is not None:
             self._link.abort()
-        if self._watcher is not None:
+        if self._watched is not None:
             if not self.ended.done():
                 self.ended.set_result(supervisor.verdict(Exit()))
-            self._watcher.cancel()
+            self._unwatched()
         await self._release(self)
 
     async def detach(self) -> None:
@@ -516,10 +522,7 @@ class NodeSandbox:
 
     async def _unwatch(self) -> None:
         self.supervisor.stop()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
+        self._unwatched()
         if self._link is not None:
             await self._link.close()
             self._link = None
@@ -527,11 +530,20 @@ class NodeSandbox:
             os.close(self._upper)
             self._upper = None
 
-    async def _watch(self) -> None:
-        try:
-            ended = await self.runtime.wait(self.handle)
-        except RingfenceError:
-            ended = Exit()
+    def _unwatched(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.remove_done_callback(self._seen_end)
+            if getattr(self.runtime, "waiting", None) is None:
+                watched.cancel()  # it is ours alone
+
+    def _seen_end(self, watched: asyncio.Future[Exit]) -> None:
+        if watched.cancelled():
+            return  # the event loop ends
+        error = watched.exception()
+        if error is not None and not isinstance(error, RingfenceError):
+            raise error
+        ended = Exit() if error is not None else watched.result()
         self.supervisor.stop()
         if not self.ended.done():
             self.ended.set_result(self.supervisor.verdict(ended))

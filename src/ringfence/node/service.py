@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -23,6 +23,7 @@ from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import cgroups, disks, identities, requests, specs, supervising
 from ringfence.node.groups import GroupPool, noted, of_record
 from ringfence.node.journal import HANDLE, Journal, handle_as_json, request_as_json, root_as_json
+from ringfence.node.making import Made
 from ringfence.node.notes import notes
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.selecting import Rejected, candidates, none_left
@@ -46,20 +47,6 @@ if TYPE_CHECKING:
 
 BeforeStart = Callable[[NodeSandbox], Awaitable[object]]
 CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
-
-
-class _Made:
-    """What a start has made so far, for the undoing."""
-
-    __slots__ = ("folder", "group", "handle", "journal", "name", "range")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.folder: Path | None = None
-        self.range: int | None = None
-        self.journal: Journal | None = None
-        self.group: cgroups.Group | None = None
-        self.handle: Handle | None = None
 
 
 class Node:
@@ -247,15 +234,20 @@ class Node:
             HostLimit: the host lacks something; the hint says what to do.
         """
         self._check(request)
+        with self._under_way():
+            sandbox = await self._create_best(request)
+        return await self._brought_up(sandbox, before)
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
         self._creating += 1
         self._created.clear()
         try:
-            sandbox = await self._create_best(request)
+            yield
         finally:
             self._creating -= 1
             if not self._creating:
                 self._created.set()
-        return await self._brought_up(sandbox, before)
 
     async def _brought_up(self, sandbox: NodeSandbox, before: BeforeStart | None = None) -> NodeSandbox:
         if before is not None:
@@ -305,14 +297,8 @@ class Node:
     ) -> NodeSandbox:
         """As :meth:`create`, from a snapshot that was looked at."""
         self._check(request)
-        self._creating += 1
-        self._created.clear()
-        try:
+        with self._under_way():
             sandbox = await self._create(saved.runtime, request, [], saved)
-        finally:
-            self._creating -= 1
-            if not self._creating:
-                self._created.set()
         # Of a saved memory everything runs on; saved files alone are a first day with other files.
         return sandbox if saved.snapshot.kind == "memory" else await self._brought_up(sandbox, before)
 
@@ -353,7 +339,7 @@ class Node:
     async def _create(
         self, runtime: Runtime, request: SandboxRequest, rejected: list[Rejected], saved: Saved | None = None
     ) -> NodeSandbox:
-        made = _Made(request.id or new_id("sb"))
+        made = Made(request.id or new_id("sb"))
         try:
             sandbox = await self._make(made, runtime, request, rejected, saved)
             if self._closed:
@@ -370,7 +356,7 @@ class Node:
 
     async def _make(
         self,
-        made: _Made,
+        made: Made,
         runtime: Runtime,
         request: SandboxRequest,
         rejected: list[Rejected],
@@ -464,7 +450,7 @@ class Node:
         root = template.root(wall.filesystem, wall.process.user, disk, folder)
         return root if self.volumes is None else self.volumes.idmapped(root)
 
-    async def _undo(self, made: _Made, runtime: Runtime) -> None:
+    async def _undo(self, made: Made, runtime: Runtime) -> None:
         """Take back what a failed start had made, last first. The folder stays if something won't die."""
         if made.handle is not None:
             with contextlib.suppress(RingfenceError):
@@ -496,11 +482,11 @@ class Node:
 
     def _forget(self, sandbox: NodeSandbox) -> None:
         number = sandbox.journal.record.get("range")
-        sandbox.journal.close()
-        if isinstance(number, int):
-            self.ranges.give_back(number)
-            self.ranges.release(number, sandbox.id)  # of a kept one; before the folder, which tells of it
-        self.state.give_folder(sandbox.journal.folder)
+        with sandbox.journal as journal:
+            if isinstance(number, int):
+                self.ranges.give_back(number)
+                self.ranges.release(number, sandbox.id)  # of a kept one; before the folder, which tells of it
+            self.state.give_folder(journal.folder, journal.descriptor)
         for key in ("snapshot", "base"):
             if name := sandbox.journal.record.get(key):
                 self.snapshots.drop(str(name))

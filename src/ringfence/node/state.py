@@ -134,8 +134,11 @@ class StateRoot:
             raise host_limit(error, f"make {folder}") from error
         return folder
 
-    def give_folder(self, folder: Path) -> None:
+    def give_folder(self, folder: Path, journal: int = -1) -> None:
         """A sandbox is gone: empty its folder and keep it for another one.
+
+        ``journal``: a descriptor of its journal that is still open. An ext4 allocates and writes what was
+        added to a file that had been emptied, as soon as it is closed: emptied before, nothing is written.
 
         Raises:
             HostLimit: something in it can't be removed.
@@ -149,7 +152,9 @@ class StateRoot:
 
                         shutil.rmtree(entry.path)
                     elif entry.name == JOURNAL and entry.is_file(follow_symlinks=False) and not full:
-                        os.truncate(entry.path, 0)  # an empty one says no more than none
+                        # An empty one says no more than none.
+                        ours = journal >= 0 and os.fstat(journal).st_ino == entry.inode()
+                        os.truncate(journal if ours else entry.path, 0)
                     else:
                         os.unlink(entry.path)
             if full:

@@ -12,9 +12,9 @@ import contextlib
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from functools import cache
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ringfence.model.errors import (
     DeadlineExceeded,
@@ -48,6 +48,7 @@ STOP_MARGIN = 5.0  # seconds beyond the grace after which stopping becomes killi
 DESTROY_DEADLINE = 20.0
 MEASURE_DEADLINE = 10.0
 SNAPSHOT_DEADLINE = 120.0  # a wall's memory is written to a disk
+_Result = TypeVar("_Result")
 _MOST_GONE = 4096  # walls that are gone and still known by id, for clear errors
 
 
@@ -60,7 +61,7 @@ class _Wall:
         self.handle = handle
         self.state = state  # starting, running, ended, destroyed
         self.waiting: asyncio.Task[Exit] | None = None
-        self.destroying: asyncio.Task[None] | None = None
+        self.destroying: asyncio.Future[None] | None = None
         self.exit: Exit | None = None
 
 
@@ -178,9 +179,10 @@ class Guarded:
         wall = self._wall(handle, "connect", "running", "ended")
         if wall.state == "ended":
             raise LinkLost(f"sandbox {handle.id} has ended", hint="start another one", id=handle.id)
-        async with self._deadline("connect", handle, CONNECT_DEADLINE):
-            sock = await self.driver.connect(handle)
-        sock.setblocking(False)
+        deadline = self._deadline("connect", handle, CONNECT_DEADLINE)
+        sock = await _Within(deadline, self.driver.connect(handle))
+        if sock.gettimeout() != 0.0:
+            sock.setblocking(False)
         return sock
 
     async def wait(self, handle: Handle) -> Exit:
@@ -188,10 +190,18 @@ class Guarded:
         wall = self._wall(handle, "wait", "running", "ended")
         if wall.exit is not None:
             return wall.exit
+        # Shielded: a caller that is cancelled must not take the others' answer away.
+        return await asyncio.shield(self._waiting(wall))
+
+    def waiting(self, handle: Handle) -> asyncio.Task[Exit]:
+        """What :meth:`wait` waits for, to be called back by; not to be cancelled."""
+        return self._waiting(self._wall(handle, "wait", "running", "ended"))
+
+    def _waiting(self, wall: _Wall) -> asyncio.Task[Exit]:
         if wall.waiting is None or wall.waiting.cancelled():
             wall.waiting = asyncio.ensure_future(self._ended(wall))
-        # Shielded: a caller that is cancelled must not take the others' answer away.
-        return await asyncio.shield(wall.waiting)
+            wall.waiting.add_done_callback(_heard)
+        return wall.waiting
 
     async def _ended(self, wall: _Wall) -> Exit:
         wall.exit = await self.driver.wait(wall.handle)
@@ -226,6 +236,28 @@ class Guarded:
         if wall.destroying is None or wall.destroying.done():
             wall.destroying = asyncio.ensure_future(self._destroy(wall))
         await asyncio.shield(wall.destroying)
+
+    async def destroy_here(self, handle: Handle) -> None:
+        """:meth:`destroy` for a caller whom nobody cancels: without a task of its own.
+
+        Raises:
+            HostLimit: see :meth:`destroy`.
+        """
+        wall = self._wall(handle, "destroy", "running", "ended", "destroyed")
+        if wall.state == "destroyed" or (wall.destroying is not None and not wall.destroying.done()):
+            await self.destroy(handle)
+            return
+        done = wall.destroying = asyncio.get_running_loop().create_future()
+        try:
+            await self._destroy(wall)
+        except asyncio.CancelledError:
+            done.cancel()  # the event loop ends; whoever shares this run is cancelled, too
+            raise
+        except BaseException as error:
+            done.set_exception(error)
+            done.exception()  # it is raised here; others need not have waited
+            raise
+        done.set_result(None)
 
     async def _destroy(self, wall: _Wall) -> None:
         try:
@@ -312,9 +344,10 @@ class _Deadline:
 
     def __init__(self, message: str, seconds: float) -> None:
         self._message = message
-        self._timeout = asyncio.timeout(seconds)
+        self._seconds = seconds
 
     async def __aenter__(self) -> None:
+        self._timeout = asyncio.timeout(self._seconds)
         await self._timeout.__aenter__()
 
     async def __aexit__(
@@ -326,6 +359,51 @@ class _Deadline:
             raise DeadlineExceeded(
                 self._message, hint="the host or the sandbox is overloaded; try again"
             ) from None
+
+
+class _Within(Generic[_Result]):
+    """A coroutine under a deadline that begins only when it has to wait: most need not, and timers cost."""
+
+    __slots__ = ("_deadline", "_first", "_steps")
+
+    def __init__(self, deadline: _Deadline, coroutine: Coroutine[Any, Any, _Result]) -> None:
+        self._deadline = deadline
+        self._steps = coroutine.__await__()
+        self._first: Any = None
+
+    def __await__(self) -> Generator[Any, Any, _Result]:
+        try:
+            self._first = next(self._steps)
+        except StopIteration as end:
+            return cast(_Result, end.value)
+        return (yield from self._rest().__await__())
+
+    async def _rest(self) -> _Result:
+        async with self._deadline:
+            return await _Resumed(self._steps, self._first)
+
+
+class _Resumed(Generic[_Result]):
+    """The rest of a coroutine that has already asked to wait for something."""
+
+    __slots__ = ("_first", "_steps")
+
+    def __init__(self, steps: Generator[Any, Any, _Result], first: Any) -> None:
+        self._steps = steps
+        self._first = first
+
+    def __await__(self) -> Generator[Any, Any, _Result]:
+        asked = self._first
+        while True:
+            try:
+                try:
+                    answer = yield asked
+                except BaseException as error:
+                    asked = self._steps.throw(error)
+                else:
+                    asked = self._steps.send(answer)
+            except StopIteration as end:
+                return cast(_Result, end.value)
 
 
 class _GuardedPausable(Guarded):
@@ -382,6 +460,12 @@ def guard(driver: Runtime) -> Guarded:
 @cache
 def _wrapper(powers: tuple[type[Guarded], ...]) -> type[Guarded]:
     return type("Guarded", powers, {}) if powers else Guarded
+
+
+def _heard(task: asyncio.Task[Exit]) -> None:
+    """Whoever waits gets its exception; that nobody waits is no error."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _to_the_end(undoing: Coroutine[None, None, str]) -> str:

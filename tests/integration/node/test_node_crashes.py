@@ -82,7 +82,7 @@ async def main():
     if step.endswith("-back"):
         arm(*STEPS[step])
     if step == "destroy":
-        arm(driver, "destroy")
+        arm(driver, "_destroy")
     if step == "close":
         await node.close()
         return

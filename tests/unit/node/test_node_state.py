@@ -165,6 +165,29 @@ def test_folders_are_used_again_but_never_with_anything_in_them(root: Path) -> N
     state.close()
 
 
+def test_a_journal_that_is_still_open_is_emptied_by_its_descriptor(root: Path) -> None:
+    state = StateRoot.open(root)
+    folder = state.take_folder("sb-1")
+    with (folder / "journal").open("ab") as journal:
+        journal.write(b"secret")
+        journal.flush()
+        state.give_folder(folder, journal.fileno())
+        assert os.fstat(journal.fileno()).st_size == 0
+    assert (state.take_folder("sb-2") / "journal").read_bytes() == b""
+    state.close()
+
+
+def test_another_file_in_the_place_of_an_open_journal_is_emptied_too(root: Path) -> None:
+    state = StateRoot.open(root)
+    folder = state.take_folder("sb-1")
+    with (folder / "journal").open("ab") as journal:
+        (folder / "journal").unlink()
+        (folder / "journal").write_text("secret")
+        state.give_folder(folder, journal.fileno())
+    assert (state.take_folder("sb-2") / "journal").read_bytes() == b""
+    state.close()
+
+
 def test_beyond_some_spare_folders_none_is_kept(root: Path) -> None:
     state = StateRoot.open(root)
     made = [state.take_folder(f"sb-{n}") for n in range(70)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 NAME = "guest.sock"
 BACKLOG = 64
+_LONGEST = 107  # bytes of a path in a sockaddr
 
 
 @contextlib.contextmanager
@@ -45,6 +46,8 @@ def unbound() -> socket.socket:
 def listen(sock: socket.socket, folder: str) -> None:
     """Bind ``sock`` to ``folder/guest.sock`` and listen.
 
+    By way of a descriptor however short the path is: the agent, who has this socket, can ask for its name.
+
     Raises:
         OSError: the folder can't be written.
     """
@@ -68,8 +71,12 @@ def dial(folder: str) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        with _short_path(folder) as path:
+        path = f"{folder}/{NAME}"
+        if len(path) <= _LONGEST and path.isascii():
             sock.connect(path)
+        else:
+            with _short_path(folder) as path:
+                sock.connect(path)
     except BaseException:
         sock.close()
         raise
