@@ -201,6 +201,13 @@ class H2Requests:
             headers.append(("cookie", "; ".join(cookies)))
         scheme, host, port = self.fixed
         method, target = pseudo.get(":method", ""), pseudo.get(":path", "")
+        if method == "CONNECT" and ":protocol" in pseudo:  # RFC 8441; our settings don't offer it
+            raise refused(
+                "upgrade",
+                f"{pseudo[':protocol'][:40]!r} over HTTP/2 is not carried",
+                501,
+                hint="a WebSocket goes through as HTTP/1.1: its client must not insist on HTTP/2",
+            )
         if not _METHOD.fullmatch(method) or method == "CONNECT" or pseudo.get(":scheme") != scheme:
             raise refused("bad_request", "a request without a proper method or scheme", 400)
         authority = pseudo.get(":authority", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import ssl
 import subprocess
@@ -216,6 +217,62 @@ async def test_tricks(folder: Path, names: Names, authority: TestAuthority) -> N
             await connection.answers(1)
         assert len(origin.bodies) == 2
     await origin.stop()
+
+
+async def test_a_websocket_over_http2_is_refused_and_over_http1_goes_through(
+    folder: Path, names: Names, authority: TestAuthority
+) -> None:
+    """RFC 8441: not offered, and who asks for it all the same gets an answer; nothing of it gets out."""
+    seen: list[bytes] = []
+
+    async def socket_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            seen.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(
+                b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                b"Sec-WebSocket-Accept: x\r\n\r\nfirst"
+            )
+            await writer.drain()
+        writer.close()
+
+    context = authority.server("api.example.test")
+    server = await asyncio.start_server(socket_server, "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    async with local_door(folder, rules(port, paths=["/ws"]), names, authority.file) as door:
+        for more in ([(":protocol", "websocket")], [(":protocol", "connect-udp")]):
+            async with client(door, port) as connection:
+                number = connection.h2.get_next_available_stream_id()
+                head = [(":method", "CONNECT"), *more, (":scheme", "https"), (":path", "/ws"),
+                        (":authority", f"api.example.test:{port}")]  # fmt: skip
+                connection.h2.send_headers(number, head)
+                (answer,) = (await connection.answers(1)).values()
+                assert connection.h2.remote_settings.enable_connect_protocol == 0  # not offered
+            assert answer["status"] == "501"
+            assert json.loads(answer["body"])["error"]["details"]["code"] == "upgrade"
+        await door.idle()
+        assert seen == []
+        assert {line["code"] for line in door.log()} == {"upgrade"}
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.ports["http"])
+        target = f"api.example.test:{port}"
+        writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
+        await reader.readuntil(b"\r\n\r\n")
+        trusting = ssl.create_default_context(cafile=await door.ca())
+        trusting.set_alpn_protocols(["http/1.1"])
+        await writer.start_tls(trusting, server_hostname="api.example.test")
+        writer.write(
+            f"GET /ws HTTP/1.1\r\nHost: {target}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            "Sec-WebSocket-Key: k\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        )
+        async with asyncio.timeout(60):
+            got = await reader.readuntil(b"first")
+        assert got.startswith(b"HTTP/1.1 101 ")
+        writer.close()
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await writer.wait_closed()
+        await door.idle()
+    server.close()
+    await server.wait_closed()
+    assert len(seen) == 1 and seen[0].startswith(b"GET /ws ")
 
 
 async def test_rapid_resets_end_the_connection(folder: Path, names: Names, authority: TestAuthority) -> None:
