@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringfence.egress.keys import give
 from ringfence.egress.policy import Decision
 from ringfence.model.policy import Budget
 
@@ -55,6 +56,7 @@ class Meter:
         self._name = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._lock_file: Any = None
         self._flush: asyncio.TimerHandle | None = None
+        self._refreshed = 0.0
         self.emit: Any = None
 
     def start(self) -> None:
@@ -64,7 +66,10 @@ class Meter:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._lock_file = open(self._folder / f"{self._name}.lock", "wb")  # noqa: SIM115 - as long as we live
         fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        # Whoever starts the process may be root, and whoever counts in it is not.
+        give(self._folder / f"{self._name}.lock")
         with open(self._folder / "merge", "ab") as lock:
+            give(self._folder / "merge")
             fcntl.flock(lock, fcntl.LOCK_EX)
             total = _load(self._folder / "total")
             dead = []
@@ -89,11 +94,15 @@ class Meter:
         """What others have counted."""
         if self._folder is None:
             return
-        others = _load(self._folder / "total")
-        for path in self._folder.glob("*.json"):
-            if path.stem != self._name:
-                _sum(others, _load(path))
+        try:
+            others = _load(self._folder / "total")
+            for path in self._folder.glob("*.json"):
+                if path.stem != self._name:
+                    _sum(others, _load(path))
+        except OSError:
+            return  # what was known holds: less must not be taken for true
         self._others = others
+        self._refreshed = time.monotonic()
 
     def _changed(self) -> None:
         if self._flush is None and self._folder is not None:
@@ -148,6 +157,8 @@ class Meter:
             OverBudget: it may not be made; nothing was counted.
         """
         keys = self.keys(door, rule)
+        if self._refreshed < time.monotonic() - _FLUSH and any(budget is not None for _, budget in keys):
+            self._refresh()  # others have counted while nothing passed here
         price = next((budget.price for _, budget in keys if budget is not None and budget.price), 0.0)
         for key, budget in keys:
             if budget is None:
@@ -294,13 +305,14 @@ def _load(path: Path) -> dict[str, Counts]:
         }
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         return {}
 
 
 def _store(path: Path, counts: dict[str, Counts]) -> None:
     draft = path.with_name(path.name + ".new")
     draft.write_text(json.dumps(counts))
+    give(draft)
     os.replace(draft, path)
 
 

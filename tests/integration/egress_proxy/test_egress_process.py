@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import pytest
 
 from ringfence import _native
 from ringfence.cli.main import main as cli
-from ringfence.egress.client import Doors, DoorSpec
+from ringfence.egress.client import Doors, DoorSpec, egress_user
 from ringfence.egress.visiting import visits
 from ringfence.guest.doors import HTTP_PORT
 from ringfence.guest.link import GuestLink
@@ -190,6 +191,95 @@ async def test_door_follows_a_link_that_ends(agent: NetlessAgent, doors: Doors, 
     for sock in dialled:
         sock.close()
     await listening.aclose()  # type: ignore[attr-defined]
+
+
+async def test_no_budget_begins_anew_with_a_link_or_a_process(
+    agent: NetlessAgent, doors: Doors, plain: Origin
+) -> None:
+    """Code inside may end its agent's link whenever it likes, and learn when the proxy was restarted."""
+    dialled: list[socket.socket] = []
+
+    async def dial() -> socket.socket:
+        for old in dialled:  # or it would live on for us
+            old.close()
+        sock = await agent.dial()
+        dialled[:] = [sock.dup()]
+        return sock
+
+    async def written(count: int) -> None:
+        """What was counted is on disk, and so read anew."""
+        async with asyncio.timeout(60):
+            while True:
+                found = 0
+                for path in doors._folder.glob("usage/*"):
+                    with contextlib.suppress(OSError, ValueError):
+                        found += int(json.loads(path.read_text()).get("sandbox/sb-1", [0])[0])
+                if found == count:
+                    return
+                await asyncio.sleep(0.02)
+
+    spec = DoorSpec("sb-1", network=network(plain.port, budget={"maxRequests": 4}))
+    url = f"http://127.0.0.1:{plain.port}/"
+    await doors.open(spec, dial)
+    assert [" 200 " in await inside(agent, url) for _ in range(2)] == [True, True]
+    await written(2)
+    for count, how in ((3, "link"), (4, "process")):
+        listening = doors.events()
+        waiting = asyncio.ensure_future(event(doors, "egress.reopened", listening))
+        await asyncio.sleep(0)
+        if how == "link":
+            dialled[0].shutdown(socket.SHUT_RDWR)
+        else:
+            dialled.pop().close()
+            os.kill((await doors.status())["pid"], signal.SIGKILL)
+        await waiting
+        await listening.aclose()  # type: ignore[attr-defined]
+        assert " 200 " in await inside(agent, url), how
+        await written(count)
+    assert "budget_requests" in await inside(agent, url)
+    dialled.pop().close()
+    await doors.close("sb-1", keep=True)  # another process goes on with it
+    await doors.open(spec, dial)
+    assert "budget_requests" in await inside(agent, url)
+    dialled.pop().close()
+    await doors.close("sb-1")  # it is no more
+    await doors.open(spec, dial)
+    assert " 200 " in await inside(agent, url)
+    dialled.pop().close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's proxy is another user")
+async def test_secrets_below_a_folder_that_the_proxy_may_not_enter(
+    agent: NetlessAgent, plain: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(0o700)
+    folder = closed / "state" / "egress"
+    monkeypatch.setenv("RINGFENCE_HOME", str(folder.parent))
+
+    async def put(value: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO(value))
+        assert await asyncio.to_thread(cli, ["egress", "secret", "set", "key"]) == 0
+
+    await put("value-one")
+    async with await Doors.start(folder) as doors:
+        pid = (await doors.status())["pid"]
+        assert Path(f"/proc/{pid}").stat().st_uid in (0, egress_user())  # not dumpable: then it shows root
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert f"Uid:\t{egress_user()}\t" in status
+        rule = {"host": "127.0.0.1", "ports": [plain.port], "protocol": "http", "addresses": ["127.0.0.1/32"]}
+        rules = {"mode": "egress", "allow": [rule | {"inject": {"bearer": "{{secret:key}}"}}]}
+        await doors.open(DoorSpec("sb-1", network=rules), agent.dial)
+        for value in ("value-one", "value-two", "value-three"):
+            if value == "value-two":
+                await put(value)  # by root, while it runs
+            elif value == "value-three":
+                await doors.secret_put("", "key", value)  # by the proxy itself
+            assert " 200 " in await inside(agent, f"http://127.0.0.1:{plain.port}/")
+            assert f"Authorization: Bearer {value}".encode() in plain.requests[-1]
+        await put("value-four")
+        assert " 200 " in await inside(agent, f"http://127.0.0.1:{plain.port}/")
+        assert b"Authorization: Bearer value-four" in plain.requests[-1]
 
 
 async def test_secrets_placeholders_and_questions_through_doors(

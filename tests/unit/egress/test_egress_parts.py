@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import ssl
 import struct
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringfence.egress import hello, meter
+from ringfence.egress import hello, meter, throttle
 from ringfence.egress.inference import Guard, Refusal
 from ringfence.egress.learning import propose
 from ringfence.egress.log import ConnectionLog
@@ -188,6 +190,43 @@ async def test_counts_of_ended_processes_are_kept_and_of_living_ones_seen(tmp_pa
     fourth.start()
     assert fourth.used("project/p")[0] == 7
     fourth.close()
+
+
+async def test_what_a_sandbox_used_is_forgotten_with_it_and_not_before(tmp_path: Path) -> None:
+    first = meter.Meter(tmp_path)
+    first.start()
+    for key in ("sandbox/a", "rule/a/1", "sandbox/b", "project/p"):
+        first._get(key)[meter.REQUESTS] += 1
+    first.close()
+    second = meter.Meter(tmp_path)
+    second.start()
+    assert second.used("sandbox/a")[0] == 1
+    second.forget("a")
+    assert [second.used(key)[0] for key in ("sandbox/a", "rule/a/1", "sandbox/b", "project/p")] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    second.close()
+    assert json.loads((tmp_path / "total").read_text()).keys() == {"sandbox/b", "project/p"}
+
+
+def test_bytes_wait_for_the_slowest_of_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throttle, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    own, other, shared = throttle.Bucket(100_000), throttle.Bucket(100_000), throttle.Bucket(10_000)
+    both = throttle.Buckets([own, shared])
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(throttle, "asyncio", SimpleNamespace(sleep=sleep))
+    asyncio.run(both.take(11_500))  # 1,500 at once
+    assert slept == [pytest.approx(1.0)]
+    assert other.debt(5_000) == 0  # another one that shares nothing
+    asyncio.run(throttle.Buckets([other, shared]).take(10_000))
+    assert slept[1:] == [pytest.approx(2.0)]  # behind what the first has taken
 
 
 # -- learning
