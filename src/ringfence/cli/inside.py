@@ -403,9 +403,11 @@ def host_sockets(canary: dict[str, Any]) -> list[Any]:
 
 
 def host_name(canary: dict[str, Any]) -> list[Any]:
-    new = b"ringfence-probe"
+    new, old = b"ringfence-probe", os.uname().nodename.encode()
     refused = call("sethostname", ctypes.c_char_p(new), len(new))
     name = os.uname().nodename
+    if not refused:  # where nothing is in the way it is the host's own
+        call("sethostname", ctypes.c_char_p(old), len(old))
     blocked = name != canary["hostname"]
     return [blocked and refused != 0, f"{name}; sethostname: {errno.errorcode.get(refused, 'allowed')}"]
 

@@ -261,3 +261,14 @@ def layers(spec: StartSpec) -> tuple[str, ...]:
     the engine makes itself."""
     own = os.path.join(spec.folder, "")
     return tuple(layer for layer in spec.root.lowers if not layer.startswith(own))
+
+
+def unlimited(info: dict[str, Any]) -> bool:
+    """Whether it is a rootless engine that ignores limits: on version 1, or where nothing is delegated."""
+    if not (info.get("Rootless") or "name=rootless" in " ".join(map(str, info.get("SecurityOptions") or []))):
+        return False
+    return (
+        str(info.get("CgroupVersion", "1")) == "1"
+        or info.get("CgroupDriver") == "none"
+        or info.get("MemoryLimit") is False
+    )

@@ -117,6 +117,13 @@ class EngineRuntime(LaunchedRuntime):
                 )
             if found.get("OSType", "linux") != "linux":
                 raise RuntimeUnavailable(f"{self.engine} runs no Linux containers", hint="switch it to Linux")
+            if containers.unlimited(found):
+                raise RuntimeUnavailable(
+                    f"{self.engine} runs without root here and enforces no limit of memory or processes: it "
+                    "says so itself, and starts containers all the same",
+                    hint="control groups of version 2, delegated to the user, or the engine as root",
+                    runtime=self.name,
+                )
             found["_version"] = text
             self._info = found
         return self._info
