@@ -23,6 +23,7 @@ from ringfence.model import policies
 from ringfence.model.errors import GuestRefused, NotFound, RingfenceError
 from ringfence.model.policy_network import variables
 from ringfence.model.states import State
+from ringfence.serving.door_events import DoorEvents
 
 if TYPE_CHECKING:
     from ringfence.control.service import Control
@@ -213,12 +214,14 @@ async def watching(
     """
     made = ServiceDoors(doors, control, owner, folder, quota)
     control.egress = control.starting.doors = control.ending.doors = control.powers.doors = made
-    task = asyncio.get_running_loop().create_task(made.run())
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(made.run()), loop.create_task(DoorEvents(doors, control).run())]
     try:
         yield made
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         control.egress = control.starting.doors = control.ending.doors = control.powers.doors = None
 
 

@@ -228,6 +228,31 @@ def _all(folder: Path) -> str:
     return "".join(each.read_text() for each in folder.iterdir() if each.suffix in (".json", ""))
 
 
+def test_what_wants_attention_is_among_the_events(service: Serving, web: Web) -> None:
+    rules = network(web, env="TOKEN") | {"budget": {"maxRequests": 2, "pause": True}}
+    box = service.sandbox(network=rules)["id"]
+    one = f"/v1/sandboxes/{box}"
+
+    def told(name: str) -> list[dict[str, Any]]:
+        events = service.http.get(f"{one}/events").json()["items"]
+        return [each for each in events if each["name"] == f"sandbox.{name}"]
+
+    assert curl(service, box, web) == "beyond"
+    elsewhere = f'curl -sS -m 60 --noproxy "" -x $http_proxy http://$TOKEN.example.test:{web.port}/'
+    assert '"code": "placeholder"' in service.run(box, elsewhere)["stdout"]
+    (alarm,) = eventually(lambda: told("egress_alarm"), "it is among the events")
+    assert "rfsecret0" not in json.dumps(alarm)
+    assert told("egress_over_budget") == []
+    # The next ones are too many; it is paused before it can go on so.
+    command = f'while :; do curl -sS -m 60 --noproxy "" -x $http_proxy http://127.0.0.1:{web.port}/; done'
+    body = {"command": command, "id": "loop", "wait": False, "detached": True}
+    assert service.http.post(f"{one}/processes", json=body).status_code in (201, 202)
+    eventually(lambda: service.http.get(one).json()["state"] == "paused", "it is paused")
+    (over,) = eventually(lambda: told("egress_over_budget"), "it is among the events")
+    assert "budget of this sandbox" in json.dumps(over)
+    service.http.delete(one)
+
+
 def test_a_network_mode_can_not_change(service: Serving, web: Web) -> None:
     for had, wanted in (("none", network(web)), ("egress", "none"), ("none", "open"), ("egress", "open")):
         box = service.sandbox(network=had)
