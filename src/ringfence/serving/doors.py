@@ -33,6 +33,7 @@ QuotaOf = Callable[[str], Awaitable[Quota]]
 _log = logging.getLogger("ringfence.serving")
 LEASE = 15.0  # seconds that a door belongs to a process that is not heard of
 EVERY = 4.0  # seconds between two looks
+TAKING = 60.0  # seconds that a sandbox has to let its door be opened again
 _PAGE = 500
 
 
@@ -54,6 +55,7 @@ class ServiceDoors:
         self._control = control
         self._owner = f"{owner}/doors"
         self._open: dict[str, _Held] = {}  # what is in force, by sandbox
+        self._taking: dict[str, asyncio.Task[None]] = {}  # doors that are being opened again
 
     @staticmethod
     def wanted(sandbox: Sandbox) -> bool:
@@ -167,13 +169,9 @@ class ServiceDoors:
                         await self._lose(row.id)
                     elif row.id in self._open:
                         await self.refresh(sandbox)
-                    else:
-                        await self._begin(sandbox, network)
-                        # Whoever had it may have died between a reset and what the template starts.
-                        await self._control.placement.bring_up(row.id)
-                except GuestRefused as error:
-                    if error.errno != errno.EADDRINUSE:  # who had it has not let go yet
-                        _log.warning("the door of %s: %s", row.id, error.message)
+                    elif row.id not in self._taking:
+                        take = self._take_over(sandbox, network)
+                        self._taking[row.id] = asyncio.get_running_loop().create_task(take)
                 except RingfenceError as error:
                     _log.warning("the door of %s: %s", row.id, error.message)
             if len(rows) < _PAGE:
@@ -190,6 +188,23 @@ class ServiceDoors:
             else:
                 await store.lease(_lease(id), self._owner, LEASE)
 
+    async def _take_over(self, sandbox: Sandbox, network: Mapping[str, Any]) -> None:
+        """Open a door that nobody holds. What is inside may answer slowly, or never: others don't wait."""
+        try:
+            async with asyncio.timeout(TAKING):
+                await self._begin(sandbox, network)
+            # Whoever had it may have died between a reset and what the template starts.
+            await self._control.placement.bring_up(sandbox.id)
+        except GuestRefused as error:
+            if error.errno != errno.EADDRINUSE:  # who had it has not let go yet
+                _log.warning("the door of %s: %s", sandbox.id, error.message)
+        except RingfenceError as error:
+            _log.warning("the door of %s: %s", sandbox.id, error.message)
+        except TimeoutError:
+            _log.warning("the door of %s: it does not answer", sandbox.id)
+        finally:
+            del self._taking[sandbox.id]
+
     async def _lose(self, id: str) -> None:
         if self._open.pop(id, None) is not None:
             with contextlib.suppress(RingfenceError):
@@ -197,12 +212,18 @@ class ServiceDoors:
 
     async def run(self) -> None:
         """Look, for ever."""
-        while True:
-            try:
-                await self.look()
-            except RingfenceError as error:
-                _log.warning("doors: %s", error.message)
-            await asyncio.sleep(EVERY)
+        try:
+            while True:
+                try:
+                    await self.look()
+                except RingfenceError as error:
+                    _log.warning("doors: %s", error.message)
+                await asyncio.sleep(EVERY)
+        finally:
+            tasks = list(self._taking.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -58,7 +58,9 @@ def network(port: int) -> dict[str, Any]:
 
 def ask(doors: Serving, box: str, port: int) -> str:
     body = {"argv": ["python3", "-c", ASK.format(port=port)]}
-    return str(doors.http.post(f"/v1/sandboxes/{box}/processes", json=body).json()["stdout"]).strip()
+    told = doors.http.post(f"/v1/sandboxes/{box}/processes", json=body).json()
+    assert "stdout" in told, told
+    return str(told["stdout"]).strip()
 
 
 def test_what_is_named_passes_and_nothing_else(doors: Serving, web: int) -> None:
