@@ -99,6 +99,18 @@ class Claims:
         Raises:
             QuotaExceeded: of the project; of the pool (:func:`of_pool`): all it may have are in use.
         """
+        with self.core.courtesy.claim():
+            return await self._serve_now(principal, request, pool, key, changes, committed)
+
+    async def _serve_now(
+        self,
+        principal: Principal,
+        request: CreateSandbox,
+        pool: Pool,
+        key: str,
+        changes: Sequence[Change],
+        committed: Callable[[], None],
+    ) -> Sandbox:
         core = self.core
         admitted = await core.admission.claim(principal.project, request.policy)
         counted = (

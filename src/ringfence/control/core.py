@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from ringfence.control.courtesy import Courtesy
 from ringfence.control.records import KIND, Sandbox
 from ringfence.model.errors import (
     Conflict,
@@ -108,6 +109,7 @@ class Core:
         self.admission = admission
         self.settings = settings or Settings()
         self.now = Clock().now
+        self.courtesy = Courtesy()
         self.starts = asyncio.Semaphore(self.settings.parallel_starts)
         self.acting: dict[str, asyncio.Task[Any]] = {}  # starts of this process, for deletes to stop
         self._tokens: set[str] = set()

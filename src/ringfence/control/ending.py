@@ -191,9 +191,13 @@ class Ending:
             task.cancel()
             await self._settle(task)
         try:
-            return await self.core.whole(self.finish(sandbox, token, grace=grace))
+            return await self.core.whole(self._in_turn(sandbox, token, grace))
         except LeaseLost:
             return await self.core.get(sandbox.id)
+
+    async def _in_turn(self, sandbox: Sandbox, token: str, grace: float) -> Sandbox:
+        async with self.core.courtesy.ending():
+            return await self.finish(sandbox, token, grace=grace)
 
     @staticmethod
     async def _settle(task: Any) -> None:

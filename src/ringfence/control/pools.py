@@ -301,13 +301,20 @@ class Pools:
         digest = await self.digest(pool.template)
         known = self._keys.get((pool.id, pool.row.revision))
         if known is None or known[1] != digest:
-            policy = self._policies.get((pool.id, pool.row.revision)) or from_dict(dict(pool.policy))
+            policy = self.policy(pool)
             known = (member_key(pool.id, digest, policy.wall.digest(), policy.door.network.mode), digest)
             if len(self._keys) > _MOST:
                 self._keys.clear()
-                self._policies.clear()
-            self._policies[pool.id, pool.row.revision] = policy
             self._keys[pool.id, pool.row.revision] = known
+        return known
+
+    def policy(self, pool: Pool) -> Policy:
+        """Its policy, read once."""
+        known = self._policies.get((pool.id, pool.row.revision))
+        if known is None:
+            if len(self._policies) > _MOST:
+                self._policies.clear()
+            known = self._policies[pool.id, pool.row.revision] = from_dict(dict(pool.policy))
         return known
 
     async def choose(
@@ -323,7 +330,7 @@ class Pools:
         if request.pool:
             named = [pool for pool in pools if request.pool in (pool.name, pool.id)]
             pools = named or [await self.get(principal, request.pool)]
-            request = _taken_over(pools[0], request)
+            request = _taken_over(pools[0], self.policy(pools[0]), request)
         if not pools or request.snapshot or request.volumes:
             return None
         if request.policy.door.limits.max_template_age is not None:
@@ -336,7 +343,7 @@ class Pools:
         wall_digest = ""
         for pool in pools:
             key, of = await self.key(pool)
-            theirs = self._policies[pool.id, pool.row.revision]
+            theirs = self.policy(pool)
             if of != digest or mode != theirs.door.network.mode:
                 continue
             if wall == theirs.wall:
@@ -353,12 +360,11 @@ def member_key(pool: str, digest: str, wall: str, mode: str) -> str:
     return f"{pool}/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def _taken_over(pool: Pool, request: CreateSandbox) -> CreateSandbox:
+def _taken_over(pool: Pool, theirs: Policy, request: CreateSandbox) -> CreateSandbox:
     """A request that names a pool and says nothing of wall and template means the pool's."""
     usual = Policy()
     policy = request.policy
     if policy.wall == usual.wall:
-        theirs = from_dict(dict(pool.policy))
         policy = replace(policy, wall=theirs.wall)
         if policy.door == usual.door:
             policy = replace(policy, door=theirs.door)

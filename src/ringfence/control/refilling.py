@@ -32,7 +32,6 @@ from ringfence.model.errors import (
 )
 from ringfence.model.ids import new_id
 from ringfence.model.levels import Cause
-from ringfence.model.policies import from_dict
 from ringfence.model.states import State
 from ringfence.placement.contract import PlacedSpec
 from ringfence.store.contract import Event, Held, Put, Row
@@ -179,7 +178,7 @@ class Refilling:
         token = core.token()
         try:
             now = core.now()
-            policy = from_dict(dict(pool.policy))
+            policy = self.pools.policy(pool)
             limits = replace(policy.door.limits, timeout=2 * MEMBER_LIFE, idle=None)
             policy = policy.with_door(limits=limits)
             row = Row(
