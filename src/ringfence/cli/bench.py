@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -178,7 +179,7 @@ def main(options: argparse.Namespace) -> int:
         if bench.wants("cold"):
             bench.prepare(names, folder)
         try:
-            asyncio.run(bench.runtimes(options.runtime or ["jail"]))
+            _run(bench.runtimes(options.runtime or ["jail"]))
             if bench.wants("cli"):
                 bench.command_line()
         finally:
@@ -551,6 +552,16 @@ async def _answers(sandbox: Any, command: tuple[str, ...]) -> bool:
         return False
     result = await sandbox.run(ProcessSpec(command))
     return bool(result.end.exit_code == 0)
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """On the event loop of ``ringfence node``: uvloop, where the packages of the service are installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 def _own_command() -> list[str]:

@@ -70,7 +70,7 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"" if get else b"ok"})
 sock = socket.create_server(("127.0.0.1", 0))
 print(sock.getsockname()[1], flush=True)
-options = dict(loop="uvloop", http="httptools", lifespan="off", access_log=False)
+options = dict(loop="uvloop", http="httptools", lifespan="off", access_log=False, timeout_keep_alive=600)
 config = uvicorn.Config(app, log_level="error", **options)
 asyncio.run(uvicorn.Server(config).serve([sock]))
 """
@@ -476,7 +476,7 @@ class ApiBench:
         self.bench.promises.append(Promise(what, limit, value, unit, at_least, reference))
 
     def _say(self, text: str) -> None:
-        self.bench._say("API: " + text)
+        self.bench.say("API: " + text)
 
 
 def _round(items: list[Any]) -> Any:

@@ -40,7 +40,7 @@ async def compare(effort: Effort, bench: Any, store: str) -> None:
             except HostLimit as error:
                 bench.absent["PostgreSQL beside SQLite"] = error.message
                 return
-        bench._say("API: PostgreSQL beside SQLite")
+        bench.say("API: PostgreSQL beside SQLite")
         pair = []
         for address in ("", store):
             made = ApiBench(effort, bench)
