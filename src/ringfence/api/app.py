@@ -13,6 +13,7 @@ import logging
 import pkgutil
 import re
 import time
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -84,6 +85,7 @@ class Service:
         self.commands = Commands(self)
         self.hosts = PortHosts(self)
         self.draining = asyncio.Event()
+        self.digests: OrderedDict[tuple[str, str, str], str] = OrderedDict()  # sandbox, path, ETag: SHA-256
         self._openapi: bytes | None = None
 
     @property

@@ -12,6 +12,7 @@ import hashlib
 import os
 from builtins import list as List
 from collections.abc import AsyncIterable, AsyncIterator
+from typing import Any, BinaryIO
 
 from ringfence.model.errors import InvalidRequest, LinkLost
 from ringfence.sdk import archives, sse, wire
@@ -71,6 +72,14 @@ class AsyncFiles:
         Raises:
             LinkLost: the file was changed while it was read.
         """
+        async with closing(self._pieces(path, offset, length)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _pieces(
+        self, path: str, offset: int, length: int | None, told: dict[str, str] | None = None
+    ) -> AsyncIterator[bytes]:
+        """As :meth:`stream`; ``told``: is given the file's ETag, and the service asked to know its digest."""
         if offset < 0 or (length is not None and length < 0):
             raise InvalidRequest("offset and length are not negative")
         if length == 0:
@@ -79,6 +88,8 @@ class AsyncFiles:
         retry = Retry(self._transport.settings.retry_for)
         while True:
             headers = {"accept-encoding": "identity"}
+            if told is not None and not tag:
+                headers["want-repr-digest"] = "sha-256=1"
             if at or end is not None:
                 headers["range"] = f"bytes={at}-{'' if end is None else end - 1}"
             try:
@@ -89,6 +100,8 @@ class AsyncFiles:
                     if tag and found != tag:
                         raise LinkLost(f"{path} was changed while it was read", hint="read it again")
                     tag = found
+                    if told is not None:
+                        told["etag"] = tag
                     async for piece in response.aiter_raw(CHUNK):
                         at += len(piece)
                         retry = Retry(self._transport.settings.retry_for)
@@ -166,22 +179,39 @@ class AsyncFiles:
                 await retry.pause()  # a file that is written again is the same file
 
     async def download(self, path: str, local: Local) -> int:
-        """Copy a file out, whatever its size; it appears whole or not at all. Returns its size."""
+        """Copy a file out, whatever its size; it appears whole or not at all, and with the SHA-256 that the
+        sandbox says it has. Returns its size.
+
+        Raises:
+            LinkLost: the file was changed while it was read, or damaged on the way.
+        """
         place = os.fspath(local)
         temporary = f"{place}.{os.getpid()}.part"
-        size = 0
+        size, found, told = 0, hashlib.sha256(), dict[str, str]()
         with open(temporary, "xb") as file:
             try:
-                async with closing(self.stream(path)) as pieces:
+                async with closing(self._pieces(path, 0, None, told)) as pieces:
                     async for piece in pieces:
                         size += len(piece)
-                        await asyncio.to_thread(file.write, piece)
+                        await asyncio.to_thread(_keep, file, found, piece)
                 file.flush()
+                await self._compare(path, told.get("etag", ""), found.hexdigest())
                 os.replace(temporary, place)
             except BaseException:
                 os.unlink(temporary)
                 raise
         return size
+
+    async def _compare(self, path: str, tag: str, found: str) -> None:
+        """Raise LinkLost if what was read is not what was sent. What has changed since can't be compared."""
+        value = await self._transport.call(
+            "GET", f"{self._path}/digest", params={"path": path}, headers={"if-match": tag}
+        )
+        if value.get("etag") == tag != "" and value["sha256"] != found:
+            raise LinkLost(
+                f"{path} is not what its digest says: changed while it was read, or damaged on the way",
+                hint="read it again",
+            )
 
     async def digest(self, path: str) -> str:
         """SHA-256 of a file, in hexadecimal."""
@@ -290,6 +320,11 @@ class AsyncFiles:
 
 def _digest(raw: bytes) -> str:
     return f"sha-256=:{base64.b64encode(raw).decode()}:"
+
+
+def _keep(file: BinaryIO, found: Any, piece: bytes) -> None:
+    found.update(piece)
+    file.write(piece)
 
 
 def _hash(path: Local) -> tuple[bytes, int]:

@@ -39,8 +39,8 @@ _PIECE = 64 * 1024  # bytes of input a frame
 # Bytes of output a stream that the sandbox keeps: all that can be on its way to us in buffers when a
 # connection breaks. Taken as it fills, not before.
 _RING = 4 * 1024 * 1024
-# Bytes of input kept for a reconnect: more than all queues on the way hold (kernels keep up to 10 MiB for each
-# connection, and there may be a proxy in between). Taken as it fills.
+# Bytes of input kept for a reconnect: more than all queues on the way hold (kernels keep up to 10 MiB for
+# each connection, and there may be a proxy in between). Taken as it fills.
 _BACKLOG = 32 * 1024 * 1024
 _PASSING = failures.PASSING | {"guest_error", "link_lost"}
 

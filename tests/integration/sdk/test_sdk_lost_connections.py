@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringfence import AsyncSandbox, AsyncService
+from ringfence.model.errors import LinkLost
 from ringfence.sdk.failures import ServiceUnreachable
 from support.cutting import Relay, relay
 from support.sdk_halves import SMALL
@@ -89,6 +90,28 @@ async def test_downloads_go_on_where_they_were(box: AsyncSandbox, cutting: Relay
     assert await box.files.download("big", tmp_path / "big") == len(data)
     assert cutting.done == 4
     assert (tmp_path / "big").read_bytes() == data
+
+
+async def test_a_download_that_is_damaged_on_the_way_is_none(
+    box: AsyncSandbox, cutting: Relay, tmp_path: Path
+) -> None:
+    await box.files.write("big", b"marked " * 200_000)
+    cutting.spoil = (b"marked", b"spoilt")
+    with pytest.raises(LinkLost, match="digest"):
+        await box.files.download("big", tmp_path / "big")
+    assert cutting.spoil is None and list(tmp_path.iterdir()) == []
+    assert await box.files.download("big", tmp_path / "big") == 1_400_000  # the control
+    assert (tmp_path / "big").read_bytes() == b"marked " * 200_000
+
+
+async def test_a_file_that_grows_meanwhile_can_be_downloaded(box: AsyncSandbox, tmp_path: Path) -> None:
+    growing = await box.start("while echo more; do :; done > log", stdin=False)
+    async with asyncio.timeout(60):
+        while not await box.files.exists("log") or not (await box.files.stat("log")).size:
+            await asyncio.sleep(0.02)
+    size = await box.files.download("log", tmp_path / "log")
+    await growing.kill()
+    assert (tmp_path / "log").read_bytes() == (b"more\n" * size)[:size]
 
 
 async def test_uploads_are_sent_again(box: AsyncSandbox, cutting: Relay, tmp_path: Path) -> None:

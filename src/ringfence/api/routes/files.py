@@ -7,6 +7,7 @@ Paths come in the query, are the guest's to resolve, and mean nothing on the hos
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
 import re
@@ -30,6 +31,7 @@ from ringfence.model.errors import GuestRefused, InvalidRequest, RingfenceError
 routes = Routes("files")
 _FILES = "/v1/sandboxes/{sandbox}/files"
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
+_MOST_KNOWN = 1000  # digests of what was downloaded last
 _MOST_SIGNED = 7 * 24 * 3600
 
 
@@ -187,7 +189,7 @@ async def _read(call: Call, link: GuestLink, path: str) -> Answer:
     headers = {
         "accept-ranges": "bytes",
         "last-modified": _http_date(info.mtime_ns / 1e9),
-        "etag": f'"{info.inode:x}-{info.mtime_ns:x}-{info.size:x}"',
+        "etag": _etag(info),
         # Hostile bytes: no browser shows them as a page of ours.
         "content-disposition": "attachment",
         "content-security-policy": "sandbox",
@@ -204,9 +206,28 @@ async def _read(call: Call, link: GuestLink, path: str) -> Answer:
     if status == 200 and not info.size:
         # Files of /proc say 0 and have more: as long as it gets.
         return Answer(status, stream=_bytes(call, reading, None), headers=headers)
-    return Answer(
-        status, stream=_bytes(call, reading, length), headers={**headers, "content-length": str(length)}
-    )
+    pieces = _bytes(call, reading, length)
+    if status == 200 and "sha-256" in call.headers.get("want-repr-digest", ""):
+        pieces = _hashed(call, pieces, (call.params.get("sandbox", ""), path, headers["etag"]))
+    return Answer(status, stream=pieces, headers={**headers, "content-length": str(length)})
+
+
+def _etag(info: FileInfo) -> str:
+    return f'"{info.inode:x}-{info.mtime_ns:x}-{info.size:x}"'
+
+
+async def _hashed(
+    call: Call, pieces: AsyncIterator[bytes], key: tuple[str, str, str]
+) -> AsyncIterator[bytes]:
+    """The same, and `digest` knows afterwards what was sent, without reading it again."""
+    found, known = hashlib.sha256(), call.service.digests
+    async with contextlib.aclosing(pieces):  # type: ignore[type-var]
+        async for piece in pieces:
+            found.update(piece)
+            yield piece
+    known[key] = found.hexdigest()
+    while len(known) > _MOST_KNOWN:
+        known.popitem(last=False)
 
 
 async def _bytes(call: Call, reading: Reading, length: int | None) -> AsyncIterator[bytes]:
@@ -256,16 +277,28 @@ def _http_date(seconds: float) -> str:
 
 @routes.get(_FILES + "/digest", query=PathQuery)
 async def digest(call: Call, query: PathQuery) -> dict[str, Any]:
-    """SHA-256 of a file, computed on the way: what a download is compared with."""
+    """SHA-256 of a file, computed on the way: what a download is compared with. With the ETag of a download
+    that asked for it (`Want-Repr-Digest: sha-256=1`) as `If-Match`: of what was read then.
+    """
+    files = await _files(call)
     found, size = hashlib.sha256(), 0
-    reading = (await _files(call)).read(query.path)
+    tag = call.headers.get("if-match", "")
+    if (known := call.service.digests.get((call.sandbox, query.path, tag))) is not None:
+        return {
+            "path": query.path,
+            "size": int(tag.strip('"').split("-")[-1], 16),
+            "sha256": known,
+            "etag": tag,
+        }
+    told = {"etag": _etag(await files.stat(query.path))} if tag else {}
+    reading = files.read(query.path)
     try:
         async for piece in reading:
             found.update(piece)
             size += len(piece)
     finally:
         await reading.aclose()
-    return {"path": query.path, "size": size, "sha256": found.hexdigest()}
+    return {"path": query.path, "size": size, "sha256": found.hexdigest(), **told}
 
 
 @routes.put(_FILES + "/content", query=WriteQuery, body="stream", answer=Written, status=201)

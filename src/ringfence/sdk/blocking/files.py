@@ -85,7 +85,12 @@ class Files(Facade):
         return BACKGROUND.run(self._async.upload(local, path, parents=parents))
 
     def download(self, path: str, local: Local) -> int:
-        """Copy a file out, whatever its size; it appears whole or not at all. Returns its size."""
+        """Copy a file out, whatever its size; it appears whole or not at all, and with the SHA-256 that the
+        sandbox says it has. Returns its size.
+
+        Raises:
+            LinkLost: the file was changed while it was read, or damaged on the way.
+        """
         return BACKGROUND.run(self._async.download(path, local))
 
     def digest(self, path: str) -> str:
