@@ -125,6 +125,7 @@ class EngineRuntime(LaunchedRuntime):
                     runtime=self.name,
                 )
             found["_version"] = text
+            found["_host"] = os.uname().nodename  # a host that is renamed later is still the same
             self._info = found
         return self._info
 
@@ -153,7 +154,7 @@ class EngineRuntime(LaunchedRuntime):
         here = os.uname()
         return (
             bool(self.client().endpoint.path)
-            and info.get("Name") == here.nodename
+            and info.get("Name") == info.get("_host", here.nodename)
             and info.get("KernelVersion") == here.release
         )
 
