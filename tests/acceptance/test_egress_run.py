@@ -15,7 +15,7 @@ import pytest
 
 from support.commands import Ringfence
 from support.internet import API, Internet
-from support.rootless import normal_user
+from support.rootless import UID, normal_user
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the made-up internet needs root")
 ALLOW = ("run", "--allow", "api.example.test:443", "--")
@@ -191,10 +191,13 @@ def test_the_door_opens_again_after_its_process_died(there: Ringfence) -> None:
     assert gone(there.env["RINGFENCE_HOME"])
 
 
-@pytest.mark.skipif(
+slirp = pytest.mark.skipif(
     subprocess.run(["sh", "-c", "command -v slirp4netns"], capture_output=True).returncode != 0,
     reason="network mode open needs slirp4netns",
 )
+
+
+@slirp
 def test_an_open_network_for_trusted_code(there: Ringfence, internet: Internet) -> None:
     def fetch(url: str, *options: str) -> subprocess.CompletedProcess[bytes]:
         return there("run", "--preset", "trusted", "--", *CURL, *options, url)
@@ -223,3 +226,53 @@ def test_as_a_normal_user(ids: bool, internet: Internet) -> None:
         done = user.run(["python", "-m", "ringfence", *ALLOW, *CURL, "--noproxy", "*", f"http://{API}/"])
         assert done.returncode != 0
         assert internet.since(mark) == []
+
+
+def networks(uid: int) -> list[int]:
+    """Processes of a user that are the network of a sandbox, and live."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            if (path / "comm").read_text() == "slirp4netns\n" and path.stat().st_uid in (uid, 0):
+                words = (path / "status").read_text().partition("\nUid:")[2].split()
+                if int(words[0]) == uid and state not in ("Z", "X"):
+                    found.append(int(path.name))
+    return found
+
+
+@slirp
+@pytest.mark.parametrize("ids", [False, True], ids=["one-id", "subordinate-ids"])
+def test_an_open_network_as_a_normal_user(ids: bool, internet: Internet) -> None:
+    """With the device as distributions have it the network is there; without, the error says so."""
+    with internet.entered(), normal_user(ids=ids) as user:
+        devices = {}
+        for name, mode in (("usable", 0o666), ("closed", 0o600)):
+            devices[name] = user.folder / name
+            os.mknod(devices[name], 0o20000 | mode, os.makedev(10, 200))
+            devices[name].chmod(mode)
+
+        def fetch(device: str, url: str, *options: str) -> subprocess.CompletedProcess[str]:
+            command = ["python", "-m", "ringfence", "run", "--preset", "trusted", "--runtime", "jail", "--"]
+            argv = user.argv([*command, *CURL, *options, url])
+            bind = f"mount --make-rprivate /\nmount --bind {devices[device]} /dev/net/tun"
+            argv[-1] = argv[-1].replace("mount --make-rprivate /", bind, 1)
+            return subprocess.run(argv, env=user.env, capture_output=True, text=True, timeout=110)
+
+        done = fetch("closed", "http://web.example.test/")
+        assert done.returncode == 125
+        assert f"/dev/net/tun may not be used by user {UID}" in done.stderr
+        assert "chmod 666 /dev/net/tun" in done.stderr
+        assert "Traceback" not in done.stderr
+        done = fetch("usable", "http://web.example.test/from/rootless")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["path"] == "/from/rootless"
+        mark = internet.mark()
+        for address in ("10.20.30.40", "169.254.169.254", "10.0.2.2"):
+            done = fetch("usable", f"http://{address}/", "--connect-timeout", "1")
+            assert done.returncode == 28, (address, done.stderr)  # timed out: dropped
+        assert [line for line in internet.since(mark) if line["what"] == "request"] == []
+        deadline = time.monotonic() + 60
+        while networks(UID) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert networks(UID) == []

@@ -25,6 +25,7 @@ from ringfence.guest.doors import CAUGHT_PORT, DNS_PORT
 from ringfence.model.errors import HostLimit, RuntimeUnavailable, StartFailed
 from ringfence.runtimes.context import RuntimeContext
 from ringfence.runtimes.contract import Handle
+from ringfence.runtimes.launching import landlock
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import Plan
 from ringfence.runtimes.launching.processes import ProcessRef, boot_id, readable
@@ -100,6 +101,7 @@ NAMES = "10.0.2.3"  # where the user-mode network answers for names
 RESOLV = f"nameserver {NAMES}\n"
 _NAT = "nat"  # in a handle's data: the process that is the network
 _PROGRAM = "slirp4netns"
+_DEVICE = "/dev/net/tun"
 _READY_TIME = 15.0  # seconds
 _NAMESPACE, _READY = 5, 6  # its descriptors
 _RULE = struct.Struct("!IIHH")
@@ -167,13 +169,7 @@ async def _slirp(context: RuntimeContext, handle: Handle, program: str, keep: bo
         opened += (ready, told)
         owner = fcntl.ioctl(namespace, _NS_GET_USERNS)
         opened.append(owner)
-        arguments = [
-            "--configure",
-            "--mtu=65520",
-            "--disable-host-loopback",
-            "--enable-seccomp",
-            "--enable-sandbox",
-        ]
+        arguments = ["--configure", "--mtu=65520", "--disable-host-loopback", "--enable-seccomp"]
         arguments += [f"--ready-fd={_READY}", "--netns-type=path"]
         plan = Plan()
         if keep:
@@ -184,6 +180,10 @@ async def _slirp(context: RuntimeContext, handle: Handle, program: str, keep: bo
             plan.add("FD", plan.fd(owner), _READY + 1)
             arguments.append(f"--userns-path=/proc/self/fd/{_READY + 1}")
         plan.add("NO_NEW_PRIVS")
+        if os.geteuid() == 0:
+            arguments.append("--enable-sandbox")
+        else:
+            _confine(plan)
         if not keep:
             plan.add("DEATH_SIGNAL", 9)
         for word in (_PROGRAM, *arguments, f"/proc/self/fd/{_NAMESPACE}", "tap0"):
@@ -193,6 +193,13 @@ async def _slirp(context: RuntimeContext, handle: Handle, program: str, keep: bo
         child = await context.launcher.spawn(plan, keep=keep)
         os.close(told)
         opened.remove(told)
+        if os.geteuid() != 0 and not child.landlock:
+            _give_up(child)
+            raise StartFailed(
+                f"without Landlock nothing would keep {_PROGRAM} from this user's files",
+                hint="boot with lsm=landlock,…, run the node as root, or use network mode egress",
+                step=_PROGRAM,
+            )
         try:
             async with asyncio.timeout(_READY_TIME):
                 await readable(ready)
@@ -204,15 +211,51 @@ async def _slirp(context: RuntimeContext, handle: Handle, program: str, keep: bo
             raise
         if not said:
             _give_up(child)
+            why, hint = _why_not()
             raise StartFailed(
-                f"{_PROGRAM} could not make a network for {handle.id}",
-                hint="it needs /dev/net/tun, readable and writable for whoever runs the node",
-                step=_PROGRAM,
+                f"{_PROGRAM} could not make a network for {handle.id}{why}", hint=hint, step=_PROGRAM
             )
         return child
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+# Its own sandbox becomes user 0 of the wall's namespace, where a normal user's walls have none.
+_NEEDED = (
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/resolv.conf",
+    "/run/systemd/resolve",
+    "/proc",
+)
+
+
+def _confine(plan: Plan) -> None:
+    """What it may open: programs and libraries, names' servers, the device; of the user's own files none."""
+    plan.add("LANDLOCK", landlock.EVERYTHING, landlock.SCOPE_ABSTRACT_UNIX_SOCKET | landlock.SCOPE_SIGNAL)
+    for path in _NEEDED:
+        if os.path.exists(path):
+            plan.add("LANDLOCK_PATH", path, landlock.READ if os.path.isdir(path) else landlock.READ_FILE)
+    if os.path.exists(_DEVICE):
+        device = landlock.READ_FILE | landlock.WRITE_FILE | landlock.IOCTL_DEV
+        plan.add("LANDLOCK_PATH", _DEVICE, device)
+    plan.add("LANDLOCK_APPLY")
+
+
+def _why_not() -> tuple[str, str]:
+    """Why there is no network, and the remedy, as far as one can see from outside."""
+    if not os.path.exists(_DEVICE):
+        return f": there is no {_DEVICE}", "modprobe tun; network mode egress needs no device"
+    if not os.access(_DEVICE, os.R_OK | os.W_OK):
+        return (
+            f": {_DEVICE} may not be used by user {os.geteuid()}",
+            f"chmod 666 {_DEVICE} (as distributions have it); network mode egress needs no device",
+        )
+    return "", f"try {_PROGRAM} by hand, or use network mode egress"
 
 
 def _give_up(child: Child) -> None:

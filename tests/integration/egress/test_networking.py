@@ -200,3 +200,41 @@ async def test_a_plan_that_only_sets_something_up_ends_well() -> None:
         child.close()
     finally:
         await context.close()
+
+
+async def test_what_a_normal_user_s_network_may_open(tmp_path: Path) -> None:
+    """It handles what the sandbox sends, so it must not be able to read, or write, that user's files."""
+    secret = tmp_path / "secret"
+    secret.write_text("of the user")
+    context = await RuntimeContext.open()
+    try:
+
+        async def status(*words: str) -> int | None:
+            plan = Plan()
+            plan.add("NO_NEW_PRIVS")
+            networking._confine(plan)
+            for word in words:
+                plan.add("ARG", word)
+            plan.add("ENV", "PATH=/usr/bin:/bin")
+            plan.add("EXEC", shutil.which(words[0]) or words[0])
+            child = await context.launcher.spawn(plan)
+            try:
+                if not child.landlock:
+                    pytest.skip("this kernel has no Landlock")
+                return await asyncio.wait_for(child.exited, 60)
+            finally:
+                child.close()
+
+        assert await status("cat", "/etc/resolv.conf") == 0  # the control
+        for refused in (
+            ("cat", str(secret)),
+            ("cat", "/etc/passwd"),
+            ("ls", str(tmp_path)),
+            ("touch", str(tmp_path / "new")),
+            ("rm", str(secret)),
+        ):
+            assert await status(*refused) not in (0, None), refused
+        assert secret.read_text() == "of the user"
+        assert not (tmp_path / "new").exists()
+    finally:
+        await context.close()
