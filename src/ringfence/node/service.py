@@ -250,22 +250,17 @@ class Node:
                 self._created.set()
 
     async def _brought_up(self, sandbox: NodeSandbox, before: BeforeStart | None = None) -> NodeSandbox:
-        if before is not None:
-            try:
+        try:
+            if before is not None:
                 await before(sandbox)
-            except BaseException:
-                await sandbox.destroy()
-                raise
-        if sandbox.journal.record.get("held"):
-            return sandbox  # what its template starts waits for ``starting.release``
-        if str(sandbox.journal.record.get("template", "")).startswith("sha256:"):
-            from ringfence.node.starting import bring_up
+            record = sandbox.journal.record  # what is held waits for ``starting.release``
+            if str(record.get("template", "")).startswith("sha256:") and not record.get("held"):
+                from ringfence.node.starting import bring_up
 
-            try:
                 await bring_up(self, sandbox)
-            except BaseException:
-                await sandbox.destroy()
-                raise
+        except BaseException:
+            await sandbox.destroy()
+            raise
         return sandbox
 
     async def restore(
