@@ -28,8 +28,9 @@ RESYNC_ZEROS = 65536  # a single stream begins with so many zero bytes: longer t
 _CREDIT = struct.Struct("<BI")
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
-# Two whole frames: one under way stays at the front while a read fills the rest.
-_BUFFER = 2 * MAX_FRAME
+# A frame under way stays at the front while a read fills the rest: as much as a socket usually holds, so that
+# little is moved to the front.
+_BUFFER = 4 * MAX_FRAME
 _SMALL = 8192  # until more than that is under way: most links carry one command and a few lines
 
 
@@ -230,12 +231,14 @@ class FrameParser:
         return False
 
     def _compact(self) -> None:
-        rest = b"" if self._start == self._end else bytes(self._view[self._start : self._end])
+        rest = self._end - self._start
+        old = self._view
         if len(self._buffer) == _SMALL and (rest or self._end == _SMALL):
             self._buffer = bytearray(_BUFFER)
             self._view = memoryview(self._buffer)
         elif rest and not self._start:
             return
-        # An unfinished frame is at most MAX_FRAME - 1 bytes, so half of the buffer stays free.
-        self._view[: len(rest)] = rest
-        self._start, self._end = 0, len(rest)
+        # An unfinished frame is at most MAX_FRAME - 1 bytes, so most of the buffer stays free. (Views of one
+        # buffer may overlap: they are copied as memmove does it.)
+        self._view[:rest] = old[self._start : self._end]
+        self._start, self._end = 0, rest
