@@ -104,6 +104,20 @@ def runtime_of(item: pytest.Item) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """More time for what starts slowly."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        return
+    for item in items:
+        runtime = runtime_of(item)
+        if runtime is None or item.get_closest_marker("timeout") is not None:
+            continue
+        from ringfence.conformance.tables.selected import SECONDS
+
+        if runtime in SECONDS:
+            item.add_marker(pytest.mark.timeout(SECONDS[runtime]))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Gate by the committed table."""
     runtime = runtime_of(item)

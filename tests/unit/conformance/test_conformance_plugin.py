@@ -13,7 +13,7 @@ import pytest
 import ringfence
 from ringfence.conformance import suites
 from ringfence.conformance.tables.capabilities import RUNTIMES, UNVERIFIED, expected
-from ringfence.conformance.tables.selected import SELECTED, runs
+from ringfence.conformance.tables.selected import SECONDS, SELECTED, runs
 
 HEAD = """
 import pytest
@@ -80,6 +80,16 @@ def test_slow_runtimes_run_what_is_listed_for_them_and_everything_when_asked_for
         assert f"{runtime} (" in session(
             tmp_path, code.format(other.removeprefix("test_")), f"--ringfence-runtime={runtime}"
         )
+
+
+def test_machines_that_boot_for_seconds_have_more_time(tmp_path: Path) -> None:
+    code = (
+        "def test_it(ringfence_runtime, request):\n"
+        "    mark = request.node.get_closest_marker('timeout')\n"
+        "    assert (mark.args[0] if mark else 0) == {}\n"
+    )
+    for name, seconds in (("jail", 0), ("qemu-microvm", SECONDS["qemu-microvm"]), ("qemu", SECONDS["qemu"])):
+        assert "1 passed" in session(tmp_path, code.format(seconds), f"--ringfence-runtime={name}")
 
 
 def test_every_listed_test_exists() -> None:

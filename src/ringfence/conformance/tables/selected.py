@@ -33,11 +33,6 @@ SECONDS = {"qemu-microvm": 600, "qemu": 1800}
 AT_ONCE = {"qemu-microvm": 4, "qemu": 2}
 
 
-def seconds(runtime: str) -> int:
-    """How long a test on a runtime may take."""
-    return SECONDS.get(runtime, 120)
-
-
 def at_once(runtime: str) -> int:
     """How many walls of a runtime a test of many starts."""
     return AT_ONCE.get(runtime, 12)
