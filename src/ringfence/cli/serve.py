@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-file", metavar="PATH", help="write the first key there instead of printing it")
     parser.add_argument("--no-egress", action="store_true", help="no proxy: network mode egress is closed")
     parser.add_argument(
+        "--egress-webhook",
+        default="",
+        metavar="URL",
+        help="gets each question of `onUnknown: ask`, may answer",
+    )
+    parser.add_argument(
+        "--egress-key-command",
+        default="",
+        metavar="CMD",
+        help="prints the key of the doors' secrets, in base64",
+    )
+    parser.add_argument(
         "--cpu-ratio", type=float, default=0.0, metavar="N", help="CPUs promised for each that there is (32)"
     )
     parser.add_argument(
@@ -99,6 +112,8 @@ def main(options: argparse.Namespace) -> int:
         node=Path(options.node).absolute() if options.node else None,
         key_file=Path(options.key_file).absolute() if options.key_file else None,
         egress=not options.no_egress,
+        egress_webhook=options.egress_webhook,
+        egress_key=tuple(shlex.split(options.egress_key_command)),
         cpu_ratio=options.cpu_ratio,
         memory_ratio=options.memory_ratio,
         keep_events=options.keep_events,

@@ -22,7 +22,7 @@ _TOLD = {
     "egress.unanswered": "egress_unanswered",
     "egress.over_budget": "egress_over_budget",
 }
-_DATA = ("alarm", "where", "id", "host", "port", "protocol", "method", "path", "expires", "answer", "scope",
+_DATA = ("alarm", "where", "host", "port", "protocol", "method", "path", "expires", "answer", "scope",
          "limit", "reason")  # fmt: skip
 _BURST, _RATE = 30.0, 0.5  # events of one sandbox that are written down: at once, and a second
 _MOST_SANDBOXES = 4096
@@ -52,6 +52,8 @@ class DoorEvents:
         sandbox = await core.get(str(event.get("sandbox")))
         if self._few(sandbox.id):
             data = {key: event[key] for key in _DATA if key in event}
+            if "id" in event:
+                data["question"] = event["id"]
             await core.commit(core.event(name, sandbox.id, sandbox.project, **data))
         if event.get("pause"):
             await core.whole(self._control.powers.pause(sandbox))

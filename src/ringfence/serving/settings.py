@@ -14,9 +14,10 @@ class Worker:
     """One API process. ``listeners`` are numbers of descriptors that it inherits; ``tls`` too (certificate,
     key), ``told`` is where it says that it is ready and which key it made.
 
-    ``node``: the node's socket. ``owner``: names this process among those that share the store, also after a
-    restart. ``state``: a folder of the API's own. ``uid``: what it must run as, without any capability;
-    ``None``: as whoever started it.
+    ``egress_webhook``: is told each open question of the doors. ``egress_key``: the command that prints the
+    key of their secrets. ``node``: the node's socket. ``owner``: names this process among those that
+    share the store, also after a restart. ``state``: a folder of the API's own. ``uid``: what it must run
+    as, without any capability; ``None``: as whoever started it.
     """
 
     store: str
@@ -30,6 +31,8 @@ class Worker:
     tls: tuple[int, int] | None = None
     uid: int | None = None
     egress: bool = True
+    egress_webhook: str = ""
+    egress_key: tuple[str, ...] = ()
     cpu_ratio: float = 0.0
     memory_ratio: float = 0.0
     keep_events: float = 7.0  # days
@@ -46,5 +49,6 @@ class Worker:
         known = {field.name for field in fields(cls)}
         assert given.keys() <= known, given.keys() - known
         given["listeners"] = tuple(given["listeners"])
+        given["egress_key"] = tuple(given.get("egress_key", ()))
         given["tls"] = tuple(given["tls"]) if given.get("tls") else None
         return cls(**given)

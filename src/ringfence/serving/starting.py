@@ -44,6 +44,8 @@ class Request:
     node: Path | None = None
     key_file: Path | None = None
     egress: bool = True
+    egress_webhook: str = ""
+    egress_key: tuple[str, ...] = ()
     cpu_ratio: float = 0.0
     memory_ratio: float = 0.0
     keep_events: float = 7.0
@@ -107,6 +109,8 @@ def serve(request: Request, told: Told) -> None:
             tls=tls,
             uid=user[0] if user else None,
             egress=request.egress,
+            egress_webhook=request.egress_webhook,
+            egress_key=request.egress_key,
             cpu_ratio=request.cpu_ratio,
             memory_ratio=request.memory_ratio,
             keep_events=request.keep_events,
@@ -189,6 +193,10 @@ def _check(request: Request) -> tuple[str, int] | None:
         raise InvalidRequest(f"{request.workers} API processes", hint=f"1 to {_MOST_WORKERS}")
     if not _DOMAIN.fullmatch(request.domain):
         raise InvalidRequest(f"{request.domain!r} is no domain", hint="as in boxes.example.com")
+    if request.egress_webhook and not request.egress_webhook.startswith(("http://", "https://")):
+        raise InvalidRequest(
+            f"{request.egress_webhook[:80]!r} is no URL", hint="--egress-webhook https://example.com/ask"
+        )
     for ratio in (request.cpu_ratio, request.memory_ratio):
         if not 0 <= ratio <= 10_000:
             raise InvalidRequest(f"{ratio} is no ratio", hint="a number from 0 on; 0: the usual one")

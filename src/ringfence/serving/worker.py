@@ -228,7 +228,11 @@ async def _doors(worker: Worker, stack: contextlib.AsyncExitStack) -> Any:
         from ringfence.egress.client import Doors
     except ImportError:
         return None
-    doors = await Doors.start(os.path.join(worker.state, "egress"))
+    doors = await Doors.start(
+        os.path.join(worker.state, "egress"),
+        webhook=worker.egress_webhook,
+        key_command=list(worker.egress_key),
+    )
     stack.push_async_callback(doors.stop)
     return doors
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import http.server
 import json
 import os
 import shutil
@@ -61,11 +63,49 @@ def web() -> Iterator[Web]:
         thread.join()
 
 
+class Hook(http.server.ThreadingHTTPServer):
+    """A program of the operator's that says no. ``asked``: what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        super().__init__(("127.0.0.1", 0), _No)
+
+
+class _No(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Hook)
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"answer": "deny"}')
+
+    def log_message(self, *_: object) -> None:
+        """Nothing to say."""
+
+
 @pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    with serving() as made:
+def hook() -> Iterator[Hook]:
+    with Hook() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def service(hook: Hook) -> Iterator[Serving]:
+    # The key of the secrets comes from a command: it is in no file of the service's.
+    command = f"echo {base64.b64encode(bytes(range(32))).decode()}"
+    options = ("--egress-webhook", f"http://127.0.0.1:{hook.server_address[1]}/ask")
+    with serving(*options, "--egress-key-command", command) as made:
         assert made.http.put("/v1/secrets/key", json={"value": KEY}).status_code == 200
         yield made
+        stored = [path.parent for path in made.home.glob("**/secrets.json")]
+        own = [folder for folder in stored if folder != made.home / "egress"]  # that is the command line's
+        assert own and not any((folder / "secrets.key").exists() for folder in own)
 
 
 def network(web: Web, **inject: str) -> dict[str, Any]:
@@ -251,6 +291,22 @@ def test_what_wants_attention_is_among_the_events(service: Serving, web: Web) ->
     (over,) = eventually(lambda: told("egress_over_budget"), "it is among the events")
     assert "budget of this sandbox" in json.dumps(over)
     service.http.delete(one)
+
+
+def test_a_webhook_answers_questions(service: Serving, web: Web, hook: Hook) -> None:
+    rules = {"mode": "egress", "onUnknown": "ask", "askTimeout": 60}
+    box = service.sandbox(network=rules, task="nightly")["id"]
+    told = curl(service, box, web, "none")
+    assert '"code": "denied"' in told  # private ranges are opened by nobody's answer, and it says no
+    (question,) = [each for each in hook.asked if each["sandbox"] == box]
+    assert (question["host"], question["port"], question["task"]) == ("127.0.0.1", web.port, "nightly")
+
+    def names() -> set[str]:
+        return {each["name"] for each in service.http.get(f"/v1/sandboxes/{box}/events").json()["items"]}
+
+    wanted = {"sandbox.egress_asked", "sandbox.egress_answered"}
+    eventually(lambda: wanted <= names(), "they are among the events")
+    service.http.delete(f"/v1/sandboxes/{box}")
 
 
 def test_a_network_mode_can_not_change(service: Serving, web: Web) -> None:
