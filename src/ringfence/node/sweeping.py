@@ -305,7 +305,8 @@ def _sweep_groups(node: Node) -> None:
         elif not _dead_owner(name.removeprefix(KEPT), node.boot):
             continue
         group = node.cgroups.group(name)
-        if not group.processes():
+        # Also none of another PID namespace (a container that has this tree): its numbers are not shown here.
+        if not group.processes() and group.is_empty():
             with contextlib.suppress(RingfenceError):
                 group.remove()
 

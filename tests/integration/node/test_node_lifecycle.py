@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -335,3 +337,38 @@ async def test_without_any_cgroup_limits_are_polled_and_said_to_be(
         result, _ = await run(sandbox, "sh", "-c", "while :; do :; done")
         assert result.end.cause is Cause.CPU_TIME
         await sandbox.destroy()
+
+
+SWEEPS = """
+import asyncio, sys
+from pathlib import Path
+from ringfence.node import sweeping
+from ringfence.node.service import Node
+
+async def main():
+    sweeping._old_group = lambda name: True
+    node = await Node.open(Path(sys.argv[1]))
+    seen = node.cgroups.names()
+    type(node.cgroups).names = lambda _: [name for name in seen if name == sys.argv[2]]  # no test's but ours
+    sweeping._sweep_groups(node)
+    print(sys.argv[2] in seen)
+    await node.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace of its own needs root")
+@pytest.mark.parametrize("keep", [False, True], ids=["ephemeral", "kept"])
+async def test_who_sees_no_other_processes_takes_no_others_groups(
+    node: Node, keep: bool, tmp_path: Path
+) -> None:
+    """As in a container that shares the host's cgroups: nothing there looks alive, and still it is."""
+    sandbox = await node.create(ask(keep=keep))
+    words: tuple[str, ...] = ("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", SWEEPS)
+    words += (str(tmp_path / "other"), sandbox.group.name)
+    child = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
+    told, _ = await child.communicate()
+    assert child.returncode == 0 and told == b"True\n", "it saw it"
+    assert (await run(sandbox, "echo", "on"))[1] == "on\n"
+    await sandbox.destroy()
