@@ -24,7 +24,7 @@ def test_the_door_is_measured_beside_socat_and_none(ringfence: Ringfence) -> Non
     assert promises["egress: inspected, 10 at once"]["measured"] > 0
     figures = {one["name"]: one for one in found["figures"]}
     for name in ("HTTP request", "egress: the same, passed", "HTTPS request", "egress: the same, inspected"):
-        assert figures[name]["n"] >= 300
+        assert figures[name]["n"] >= 100
         assert 0 < figures[name]["p50"] <= figures[name]["p95"] <= figures[name]["p99"]
     assert figures["egress: CPU of proxy and agent for 1 GiB"]["value"] > 0
     assert found["boundaries"][0]["runtime"] == "jail"
@@ -34,4 +34,4 @@ def test_the_door_is_measured_beside_socat_and_none(ringfence: Ringfence) -> Non
         assert figures["socat: CPU for 1 GiB"]["value"] > 0
         assert promises["egress: pass-through beside socat"]["measured"] > 0
     if os.geteuid() == 0:
-        assert 0 < promises["egress: memory of the proxy with 50 idle doors"]["measured"] < 1000
+        assert 0 < promises["egress: memory of the proxy with 20 idle doors"]["measured"] < 1000

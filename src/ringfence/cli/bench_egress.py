@@ -58,7 +58,7 @@ class Effort:
 
 
 FULL = Effort(requests=3000, connects=300, megabytes=256, rounds=3, doors=1000)
-QUICK = Effort(requests=300, connects=40, megabytes=32, rounds=1, doors=50)
+QUICK = Effort(requests=100, connects=10, megabytes=16, rounds=1, doors=20)
 
 
 def run(options: argparse.Namespace) -> int:
