@@ -76,6 +76,7 @@ class EngineRuntime(LaunchedRuntime):
         self.stock = Stock(self.engine, self.client)
         self._mourning = Mourning()
         self._turns = asyncio.Semaphore(self.at_once)
+        self._asking = asyncio.Lock()
         self._begun: set[str] = set()  # sandboxes of which the engine was told something
 
     # -- the engine
@@ -96,6 +97,10 @@ class EngineRuntime(LaunchedRuntime):
         Raises:
             RuntimeUnavailable: it can't be reached, or is too old.
         """
+        async with self._asking:  # a dozen starts at once are one question
+            return self._info or await self._asked()
+
+    async def _asked(self) -> dict[str, Any]:
         if self._info is None:
             try:
                 version = await self.client().call("GET", "/version")
