@@ -110,7 +110,9 @@ def service(hook: Hook) -> Iterator[Serving]:
 
 def network(web: Web, **inject: str) -> dict[str, Any]:
     """In the clear only with addresses: nobody proves who he is here."""
-    rule = {"host": "127.0.0.1", "ports": [web.port], "protocol": "http", "addresses": ["127.0.0.1/32"]}
+    addresses = ["127.0.0.1/32"]
+    rule: dict[str, Any] = {"host": "127.0.0.1", "ports": [web.port], "protocol": "http"}
+    rule["addresses"] = addresses
     if inject:
         rule["inject"] = {"placeholder": "{{secret:key}}", **inject}
     return {"mode": "egress", "allow": [rule]}
