@@ -70,6 +70,22 @@ _QUIET = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _LISTEN_FD = 3
 
 
+@lru_cache(maxsize=2)
+def _capabilities(root: bool) -> Capabilities:
+    return Capabilities(
+        rootless=True,
+        overlay=True,
+        user_zero=True,
+        mounts=True,
+        recover=True,
+        disk_limit=True,
+        pause=root,  # by the freezer of a cgroup, which a normal user has seldom
+        disk_snapshot=True,
+        network=("none", "egress", "open"),
+        transparent=True,
+    )
+
+
 class JailRuntime(FrozenByCgroup, LaunchedRuntime):
     """See the module."""
 
@@ -79,18 +95,7 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
 
     def capabilities(self) -> Capabilities:
         """See the contract."""
-        return Capabilities(
-            rootless=True,
-            overlay=True,
-            user_zero=True,
-            mounts=True,
-            recover=True,
-            disk_limit=True,
-            pause=self.context.root,  # by the freezer of a cgroup, which a normal user has seldom
-            disk_snapshot=True,
-            network=("none", "egress", "open"),
-            transparent=True,
-        )
+        return _capabilities(self.context.root)
 
     async def probe(self) -> Probe:
         """See the contract: starts a wall and talks to the agent in it."""
