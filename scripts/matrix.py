@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from matrix_run import PARTS, Table, measure  # noqa: E402
+from matrix_run import PARTS, Table, end_well, measure  # noqa: E402
 from spec_figures import row  # noqa: E402
 
 from ringfence.conformance.tables.capabilities import RUNTIMES  # noqa: E402
@@ -310,6 +310,7 @@ def main(arguments: list[str]) -> int:
         return 2
     run: Table | None = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else None
     if arguments[0] == "--run":
+        end_well()
         run = _measured(arguments[1:], run)
         FIGURES.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     wanted = {PAGE: page(run), README: readme(run)}

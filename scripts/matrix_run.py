@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,12 @@ def ringfence(*arguments: str) -> Any:
         reason = found.get("error", {}).get("message", f"exit code {done.returncode}")
         raise Failed(f"ringfence {arguments[0]}: {reason}")
     return found
+
+
+def end_well() -> None:
+    """A signal ends this process with everything taken down: engines and folders don't stay."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def measure(

@@ -33,6 +33,7 @@ def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "FIGURES": "docs/matrix.json",
     }.items():
         setattr(made, name, tmp_path / path)
+    monkeypatch.setattr(made, "end_well", lambda: None)  # the signals of a session of tests are its own
     made.README.write_text(f"# before\n{made.BEGIN}{made.END}after\n")
     return made
 
