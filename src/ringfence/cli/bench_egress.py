@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     door.check()
     made = bench.Bench(bench.QUICK if options.quick else bench.FULL, "", None, quiet=options.json)
     measured = EgressBench(QUICK if options.quick else FULL, made)
-    with tempfile.TemporaryDirectory(prefix="ringfence-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ringfence-egress-bench-") as folder:
         os.chmod(folder, 0o755)  # noqa: S103 - the proxy's user looks in
         asyncio.run(measured.run(Path(folder)))
     if options.json:
