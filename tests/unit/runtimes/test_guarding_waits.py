@@ -67,7 +67,7 @@ def guarded(toy: Toy) -> Guarded:
 async def test_what_need_not_wait_sets_no_timer(
     toy: Toy, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding.asyncio, "timeout", None)  # would fail if it were asked for
+    monkeypatch.setattr(asyncio, "timeout", None)  # would fail if it were asked for
     toy.gate.set()
     assert (await guarded.connect(HANDLE)).gettimeout() == 0.0
     toy.gate.clear()
