@@ -97,6 +97,7 @@ async def answer_question(call: Call, body: Decide) -> dict[str, Any]:
 @routes.post("/v1/sandboxes/{sandbox}/placeholders/revoke", body=Revoke, answer=Sandbox)
 async def revoke(call: Call, body: Revoke) -> dict[str, Any]:
     """Take back placeholders of secrets, for good: those that a copy inherited, or, named by id, its own."""
+    await call.control.sandboxes.get(call.principal, call.sandbox)
     _doors(call)
     named = None if body.sandboxes is None else list(body.sandboxes)
     return shown.sandbox(await call.control.sandboxes.revoke(call.principal, call.sandbox, named))
