@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Coroutine
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 HEAD_TIME = 10.0  # seconds from the connection, or a request's first byte, to the end of its head
@@ -86,18 +87,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._disarm()
         self._in_head = False
         self._taken = 0
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle is not before:
+            self.cycle.send = _Answering(self.cycle)  # type: ignore[method-assign]
 
     def on_message_complete(self) -> None:
         """The request is whole."""
         super().on_message_complete()
         self._taken = 0
-
-    def on_response_complete(self) -> None:
-        """The answer is out."""
-        if self.cycle is not None and self.cycle.more_body and not self.transport.is_closing():
-            self.transport.close()  # nobody reads the rest of the body
-        super().on_response_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends nothing more. It may still want its answer."""
@@ -139,6 +137,26 @@ class HttpProtocol(HttpToolsProtocol):
                 )
             )
         self.transport.close()
+
+
+class _Answering:
+    """An answer's way out. One that does not wait for all of the request says that it hangs up afterwards.
+
+    uvicorn does so then: nobody reads the rest. The next request may be there before the answer has ended.
+    """
+
+    __slots__ = ("_cycle", "_send")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+
+    def __call__(self, message: Any) -> Coroutine[Any, Any, None]:
+        if not self._cycle.response_started:
+            if self._cycle.more_body:
+                self._cycle.keep_alive = False
+            self._cycle.__dict__.pop("send", None)  # no ring for the collector
+        return self._send(message)
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):

@@ -95,6 +95,26 @@ def test_a_wrong_digest_leaves_the_old_file(service: Serving, box: Box, where: s
         assert put(service, box, "/workspace/w", b"new!", x_content_sha256=bad).status_code == 400
 
 
+def test_a_request_behind_a_download_is_served(service: Serving, box: Box) -> None:
+    """Its head is there before the answer of the one before has ended, its body comes later."""
+    put(service, box, "/workspace/p", b"first")
+    place = urlsplit(service.url)
+    fields = f"?path=/workspace/p HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {service.key}\r\n"
+    with socket.create_connection((place.hostname, place.port), 60) as sock:
+        sock.sendall(
+            f"GET {files(box)}/content{fields}\r\n"
+            f"PUT {files(box)}/content{fields}Content-Length: 6\r\nConnection: close\r\n\r\n".encode()
+        )
+        told = b""
+        while not told.endswith(b"\r\n\r\nfirst"):
+            told += (more := sock.recv(65536))
+            assert more, told
+        sock.sendall(b"second")
+        told = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert told.startswith(b"HTTP/1.1 201 "), told
+    assert get(service, box, "/workspace/p").content == b"second"
+
+
 def chunked(service: Serving, box: Box, path: str, data: bytes, digest: str) -> bytes:
     """An upload of unknown length, its digest behind it."""
     place = urlsplit(service.url)

@@ -188,6 +188,28 @@ def test_slow_senders_are_hung_up_on(service: Serving) -> None:
         assert quiet.recv(1) == b""  # never said anything
 
 
+def test_who_is_answered_before_the_end_is_told_of_the_hanging_up(service: Serving, box: Box) -> None:
+    """Else the next request would go the same way, into a closed connection."""
+    place = urlsplit(service.url)
+    head = (
+        f"PUT /v1/sandboxes/{box['id']}/files/content?path=/workspace/early HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {service.key}\r\nContent-Length: 4\r\n"
+    )
+    with socket.create_connection((place.hostname, place.port), 60) as sock:
+        sock.sendall(f"{head}X-Content-SHA256: none\r\n\r\n".encode())
+        told = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert told.startswith(b"HTTP/1.1 400 ") and b"\r\nconnection: close\r\n" in told.lower()
+    # Control: whoever has sent all of it keeps the connection.
+    with socket.create_connection((place.hostname, place.port), 60) as sock:
+        for _ in range(2):
+            sock.sendall(f"{head}X-Content-SHA256: none\r\n\r\nabcd".encode())
+            told = b""
+            while not told.endswith(b"}}"):
+                told += (more := sock.recv(65536))
+                assert more
+            assert told.startswith(b"HTTP/1.1 400 ") and b"connection: close" not in told.lower()
+
+
 def test_half_closed_connections(service: Serving) -> None:
     head = f"GET /v1/me HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {service.key}\r\n"
     whole = raw(service, f"{head}\r\n".encode(), shut=True)

@@ -54,5 +54,5 @@ def test_quoting_is_byte_by_byte(given: str) -> None:
 def test_a_script_is_not_the_program(tmp_path: Path) -> None:
     script = tmp_path / "nsjail"
     script.write_text("#!/bin/sh\n")
-    assert not nsjail._is_program(str(script))
-    assert nsjail._is_program("/bin/true")
+    assert not nsjail.is_program(str(script))
+    assert nsjail.is_program("/bin/true")
