@@ -42,7 +42,7 @@ KIND = "command"  # rows: something is due for a command (kill it, forget it)
 _FLUSH = 256 * 1024  # bytes of output that may be uncounted at the placement
 _MOST_SIGNALLED = 10_000
 _REDIALS = 5
-_AGAIN = 60.0  # seconds until what could not be done is tried again, by any process
+_AGAIN = 5.0  # seconds after which any process does it, if whoever began to has ended
 _PATIENCE = 20.0  # seconds that a sandbox has for it
 _EVICTION = 10.0  # seconds that clients of a command get to go
 
@@ -104,7 +104,7 @@ class Commands:
         self._meters: OrderedDict[str, Meter] = OrderedDict()
         self._signalled: OrderedDict[tuple[str, str], set[int]] = OrderedDict()
         self._clients: dict[tuple[str, str], set[Any]] = {}
-        self._due: dict[str, list[Row]] = {}  # by sandbox, what its task has to do
+        self._due: dict[str, dict[str, Row]] = {}  # by sandbox, what its task has to do; the newest of each
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def keep(self, task: asyncio.Task[Any]) -> None:
@@ -269,21 +269,22 @@ class Commands:
             with contextlib.suppress(Conflict):
                 (mine,) = await store.commit(Put(replace(row, due=now + _AGAIN)))
                 sandbox = str(row.document["sandbox"])
-                waiting = self._due.setdefault(sandbox, [])
-                waiting.append(mine)
-                if len(waiting) == 1:
+                if sandbox in self._due:
+                    self._due[sandbox][row.id] = mine
+                else:
+                    self._due[sandbox] = {row.id: mine}
                     self.keep(asyncio.get_running_loop().create_task(self._sweep(sandbox)))
 
     async def _sweep(self, sandbox: str) -> None:
         waiting = self._due[sandbox]
         try:
             while waiting:
+                id, row = next(iter(waiting.items()))
                 with contextlib.suppress(Conflict, StoreUnavailable):
-                    if await self._is_done(sandbox, waiting[0]):
-                        await self._service.control.store.commit(
-                            Remove(KIND, waiting[0].id, waiting[0].revision)
-                        )
-                del waiting[0]
+                    if await self._is_done(sandbox, row):
+                        # It may have come up again meanwhile.
+                        await self._service.control.store.commit(Remove(KIND, id, waiting[id].revision))
+                del waiting[id]
         finally:
             del self._due[sandbox]
 
