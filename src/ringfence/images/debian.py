@@ -7,6 +7,7 @@ knows that its maker is dead: :func:`abandoned`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -176,8 +177,10 @@ def remove(place: Path) -> None:
     """Remove such a folder. A normal user's has files of ids that only a user namespace can touch.
 
     Raises:
-        OSError: something can't be removed.
+        OSError: something can't be removed, or is mounted there: it may be the host's own.
     """
+    if _has_mounts(place):
+        raise OSError(errno.EBUSY, "something is mounted in it", str(place))
     try:
         remove_tree(place)
     except PermissionError:
@@ -189,6 +192,12 @@ def remove(place: Path) -> None:
         )
         if done.returncode:
             raise
+
+
+def _has_mounts(place: Path) -> bool:
+    inside = os.path.realpath(place) + "/"
+    with open("/proc/self/mountinfo", errors="surrogateescape") as file:
+        return any(line.split()[4].startswith(inside) for line in file)
 
 
 def _lock(place: Path) -> int | None:

@@ -301,6 +301,30 @@ def test_what_others_have_in_tmp_is_theirs(tmp_path: Path, monkeypatch: pytest.M
     os.close(found[1])
 
 
+def test_what_is_mounted_in_a_leftover_is_let_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the host's own: a killed maker may have shown devices or /sys to what it was making."""
+    if os.geteuid():
+        pytest.skip("root mounts")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    host = tmp_path / "host"
+    host.mkdir()
+    (host / "a device").touch()
+    shown = tmp_path / "ringfence-debian-killed" / "root" / "dev"
+    shown.mkdir(parents=True)
+    subprocess.run(["mount", "--bind", str(host), str(shown)], check=True)
+    try:
+        with TemplateStore.open(tmp_path / "store") as store:
+            (failure,) = collecting.collect(store, tuple).failures
+    finally:
+        subprocess.run(["umount", str(shown)], check=True)
+    assert "mounted" in failure
+    assert (host / "a device").exists()
+    with TemplateStore.open(tmp_path / "store") as store:
+        assert collecting.collect(store, tuple).failures == ()
+    assert not shown.exists()
+    assert (host / "a device").exists()
+
+
 def _sleeps(seconds: str) -> bool:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
