@@ -157,6 +157,8 @@ def main(options: argparse.Namespace) -> int:
         from ringfence.cli import bench_egress
 
         return bench_egress.run(options)
+    if "stores" in (options.only or ()):
+        raise InvalidRequest("stores are what a service has", hint="ringfence bench --api --only stores")
     names = [name for name in options.against.split(",") if name]
     for name in names:
         if name not in REFERENCES:

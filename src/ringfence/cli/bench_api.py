@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from ringfence.cli.bench_http import Connection
-from ringfence.cli.output import note, print_json
+from ringfence.cli.output import note
 from ringfence.cli.timing import Samples
 from ringfence.model.errors import HostLimit
 
 MIB = 1024 * 1024
 AT_ONCE = (1, 10, 20, 50)
 SMALL = {"runtime": "jail", "memory": 64 * MIB, "disk": 16 * MIB, "timeout": 1800}
-_CODE = "x = 6 * 7\nx"
+CODE = "x = 6 * 7\nx"
 # A server that costs next to nothing, so that what the proxy adds can be seen; the same inside and outside.
 _SERVER = """
 import asyncio, sys
@@ -115,11 +115,7 @@ def run(options: argparse.Namespace) -> int:
         from ringfence.cli.bench_stores import compare
 
         asyncio.run(compare(measured.effort, made, store))
-    if options.json:
-        print_json(made.as_dict())
-    else:
-        made.print()
-    return 0 if all(promise.held for promise in made.promises) else 1
+    return int(made.told(json=options.json))
 
 
 class ApiBench:
@@ -135,9 +131,9 @@ class ApiBench:
     async def run(self, store: str) -> None:
         """Everything."""
         with contextlib.ExitStack() as stack:
-            self.url, self.key, self.pid = await asyncio.to_thread(stack.enter_context, _service(store))
+            self.url, self.key, self.pid = await asyncio.to_thread(stack.enter_context, service_of(store))
             try:
-                await self._unlimited()
+                await self.unlimited()
                 for part in (
                     self._creates,
                     self._commands,
@@ -148,15 +144,33 @@ class ApiBench:
                 ):
                     await part()
             finally:
-                await self._clear()
-                for connection in self._connections:
-                    await connection.close()
+                await self.close()
+
+    async def close(self) -> None:
+        """End the pool and every sandbox, wait until the node has none, since they outlive their service, and
+        hang up.
+
+        Raises:
+            HostLimit: something is left.
+        """
+        raw = await self.connected()
+        await raw.call("DELETE", "/v1/pools/bench")
+        await self._clear()
+        end = time.monotonic() + 60
+        while _walls(self.pid):
+            if time.monotonic() > end:
+                raise HostLimit(
+                    "sandboxes of the bench are left", hint="`ringfence doctor` says what holds them"
+                )
+            await asyncio.sleep(0.05)
+        for connection in self._connections:
+            await connection.close()
 
     # -- parts
 
     async def _creates(self) -> None:
         self._say("creates from a pool")
-        effort, raw = self.effort, await self._raw()
+        effort, raw = self.effort, await self.connected()
         body = {
             "name": "bench",
             "min": effort.pool,
@@ -165,9 +179,9 @@ class ApiBench:
             "overflow": 200,
             **SMALL,
         }
-        await self._ok(raw, "POST", "/v1/pools", body)
+        await self.ok(raw, "POST", "/v1/pools", body)
         end = time.monotonic() + 120
-        while (await self._ok(raw, "GET", "/v1/pools/bench/queue"))["warm"] < effort.pool:
+        while (await self.ok(raw, "GET", "/v1/pools/bench/queue"))["warm"] < effort.pool:
             if time.monotonic() > end:
                 raise HostLimit(
                     "the pool was not filled within two minutes", hint="look at the machine's load"
@@ -175,10 +189,10 @@ class ApiBench:
             await asyncio.sleep(0.05)
 
         async def create(connection: Connection) -> str:
-            return str((await self._ok(connection, "POST", "/v1/sandboxes", {"pool": "bench"}))["id"])
+            return str((await self.ok(connection, "POST", "/v1/sandboxes", {"pool": "bench"}))["id"])
 
         async def delete(connection: Connection, id: str) -> None:
-            await self._ok(connection, "DELETE", f"/v1/sandboxes/{id}")
+            await self.ok(connection, "DELETE", f"/v1/sandboxes/{id}")
 
         for many in AT_ONCE:
             samples = await self._many(
@@ -189,11 +203,11 @@ class ApiBench:
             if many == 20:
                 self._promise("API: create from a pool, 20 at once, p95", 100, samples.percentile(95))
         await self._sdk_creates()
-        await self._ok(raw, "DELETE", "/v1/pools/bench")
+        await self.ok(raw, "DELETE", "/v1/pools/bench")
         self._say("cold creates")
 
         async def cold(connection: Connection) -> str:
-            return str((await self._ok(connection, "POST", "/v1/sandboxes", SMALL))["id"])
+            return str((await self.ok(connection, "POST", "/v1/sandboxes", SMALL))["id"])
 
         for many in (1, 10):
             await self._many(f"API: create without a pool, {many} at once", many, effort.cold, cold, delete)
@@ -220,7 +234,7 @@ class ApiBench:
 
         async def true(connection: Connection) -> None:
             path = f"/v1/sandboxes/{next(boxes)}/processes"
-            ended = await self._ok(connection, "POST", path, {"argv": ["true"]})
+            ended = await self.ok(connection, "POST", path, {"argv": ["true"]})
             if ended["exit_code"] != 0:
                 raise RuntimeError(f"true ended with {ended}")
 
@@ -248,16 +262,16 @@ class ApiBench:
 
     async def _code(self) -> None:
         self._say("code")
-        raw, boxes = await self._raw(), await self._boxes(4, memory=256 * MIB)
+        raw, boxes = await self.connected(), await self._boxes(4, memory=256 * MIB)
         names = [next(boxes) for _ in range(4)]
         for name in names:
-            await self._ok(raw, "POST", f"/v1/sandboxes/{name}/contexts", {"id": "bench"})
-            await self._ok(raw, "POST", f"/v1/sandboxes/{name}/contexts/bench/run", {"code": _CODE})
+            await self.ok(raw, "POST", f"/v1/sandboxes/{name}/contexts", {"id": "bench"})
+            await self.ok(raw, "POST", f"/v1/sandboxes/{name}/contexts/bench/run", {"code": CODE})
         turn = _round(names)
 
         async def code(connection: Connection) -> None:
             path = f"/v1/sandboxes/{next(turn)}/contexts/bench/run"
-            if (await self._ok(connection, "POST", path, {"code": _CODE}))["status"] != "ok":
+            if (await self.ok(connection, "POST", path, {"code": CODE}))["status"] != "ok":
                 raise RuntimeError("the code failed")
 
         for many in (1, 10):
@@ -272,7 +286,7 @@ class ApiBench:
             sandbox = await AsyncSandbox.connect(names[0], service=service)
 
             async def run(_: object) -> None:
-                (await sandbox.run_code(_CODE)).check()
+                (await sandbox.run_code(CODE)).check()
 
             await self._many("SDK: warm Python snippet, 1 at once", 1, self.effort.codes, run)
 
@@ -284,7 +298,7 @@ class ApiBench:
         headers = f"content-digest: sha-256=:{digest}:\r\ncontent-type: application/octet-stream\r\n"
         path = f"/v1/sandboxes/{name}/files/content?path=big"
         with _python(_BARE, str(size)) as port:
-            bare, ours = Connection("127.0.0.1", port), await self._raw()
+            bare, ours = Connection("127.0.0.1", port), await self.connected()
             self._connections.append(bare)
             times: dict[str, list[float]] = {}
 
@@ -309,10 +323,10 @@ class ApiBench:
     async def _ports(self) -> None:
         self._say("ports")
         name = next(await self._boxes(1))
-        raw = await self._raw()
+        raw = await self.connected()
         body = {"argv": ["python3", "-c", _SERVER, "8000"], "wait": False, "detached": True}
-        await self._ok(raw, "POST", f"/v1/sandboxes/{name}/processes", body)
-        token = await self._ok(raw, "POST", f"/v1/sandboxes/{name}/token", {"ports": [8000]})
+        await self.ok(raw, "POST", f"/v1/sandboxes/{name}/processes", body)
+        token = await self.ok(raw, "POST", f"/v1/sandboxes/{name}/token", {"ports": [8000]})
         headers = "".join(f"{key}: {value}\r\n" for key, value in token["headers"].items())
         path = f"/v1/sandboxes/{name}/ports/8000/"
         through = Connection(*self._address)
@@ -348,7 +362,7 @@ class ApiBench:
         turn = _round(names)
 
         async def true(connection: Connection) -> None:
-            await self._ok(connection, "POST", f"/v1/sandboxes/{next(turn)}/processes", {"argv": ["true"]})
+            await self.ok(connection, "POST", f"/v1/sandboxes/{next(turn)}/processes", {"argv": ["true"]})
 
         what = f"API: {len(names)} alive and working, 10 at once"
         samples = await self._many(what, 10, max(len(names) * 2, self.effort.execs), true)
@@ -367,7 +381,8 @@ class ApiBench:
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return host, int(port)
 
-    async def _raw(self) -> Connection:
+    async def connected(self) -> Connection:
+        """A connection to the API, closed in the end."""
         connection = Connection(*self._address, self.key)
         self._connections.append(connection)
         return await connection.open()
@@ -377,33 +392,35 @@ class ApiBench:
 
         return AsyncService(self.url, self.key)
 
-    async def _ok(self, connection: Connection, method: str, path: str, body: Any = None) -> Any:
+    async def ok(self, connection: Connection, method: str, path: str, body: Any = None) -> Any:
+        """The answer of a request that must succeed."""
         status, value = await connection.call(method, path, body)
         if status >= 300:
             raise RuntimeError(f"{method} {path}: {status} {value}")
         return value
 
-    async def _unlimited(self) -> None:
-        raw = await self._raw()
-        project = (await self._ok(raw, "GET", "/v1/me"))["project"]
+    async def unlimited(self) -> None:
+        """Let no quota be in the way."""
+        raw = await self.connected()
+        project = (await self.ok(raw, "GET", "/v1/me"))["project"]
         names = ("alive", "cpus", "memory", "storage", "creates", "pool", "requests")
-        await self._ok(raw, "PATCH", f"/v1/projects/{project}/quota", dict.fromkeys(names))
+        await self.ok(raw, "PATCH", f"/v1/projects/{project}/quota", dict.fromkeys(names))
 
     async def _boxes(self, count: int, **size: int) -> Any:
         """So many sandboxes more; their names round and round."""
         names: list[str] = []
 
         async def create(connection: Connection) -> None:
-            names.append((await self._ok(connection, "POST", "/v1/sandboxes", {**SMALL, **size}))["id"])
+            names.append((await self.ok(connection, "POST", "/v1/sandboxes", {**SMALL, **size}))["id"])
 
         await self._work(4, count, create)
         return _round(names)
 
     async def _alive(self) -> list[dict[str, Any]]:
-        raw, found, cursor = await self._raw(), [], ""
+        raw, found, cursor = await self.connected(), [], ""
         while True:
             more = f"&cursor={cursor}" if cursor else ""
-            page = await self._ok(raw, "GET", f"/v1/sandboxes?state=running&limit=1000{more}")
+            page = await self.ok(raw, "GET", f"/v1/sandboxes?state=running&limit=1000{more}")
             found += page["items"]
             cursor = page["next_cursor"]
             if not cursor:
@@ -414,7 +431,7 @@ class ApiBench:
         turn = iter(names)
 
         async def delete(connection: Connection) -> None:
-            await self._ok(connection, "DELETE", f"/v1/sandboxes/{next(turn)}")
+            await self.ok(connection, "DELETE", f"/v1/sandboxes/{next(turn)}")
 
         await self._work(8, len(names), delete)
 
@@ -455,7 +472,7 @@ class ApiBench:
         turns = iter(range(count))
 
         async def worker() -> None:
-            connection = await self._raw()
+            connection = await self.connected()
             for _ in turns:
                 await one(connection)
 
@@ -489,8 +506,14 @@ def _middle(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+def _walls(serve: int) -> list[str]:
+    """Folders of the sandboxes of a service, by its command line's ``--state``."""
+    words = Path(f"/proc/{serve}/cmdline").read_bytes().split(b"\0")
+    return os.listdir(Path(os.fsdecode(words[words.index(b"--state") + 1])) / "sandboxes")
+
+
 @contextlib.contextmanager
-def _service(store: str) -> Any:
+def service_of(store: str) -> Any:
     """A service of this run's own: address, key, process number. Nothing of it is left."""
     folder = tempfile.mkdtemp(prefix="ringfence-bench-")
     os.chmod(folder, 0o711)  # noqa: S103 - as root the API is another user, and passes through
@@ -517,14 +540,19 @@ def _service(store: str) -> Any:
             raise HostLimit("the service did not start", hint=said or str(told.get("error", "")))
         yield told["url"], told["key"], process.pid
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        ended(process)
         process.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def ended(process: subprocess.Popen[Any], how: int = signal.SIGTERM) -> None:
+    """Ask it to end; kill it if it does not within a minute."""
+    process.send_signal(how)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from typing import Any
 
 from ringfence.cli import bench_egress_ends as ends
 from ringfence.cli import door
-from ringfence.cli.output import note, print_json
+from ringfence.cli.output import note
 from ringfence.cli.timing import Samples
 from ringfence.egress.authority import Authority
 from ringfence.egress.client import Doors, DoorSpec
@@ -71,11 +71,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="ringfence-egress-bench-") as folder:
         os.chmod(folder, 0o755)  # noqa: S103 - the proxy's user looks in
         asyncio.run(measured.run(Path(folder)))
-    if options.json:
-        print_json(made.as_dict())
-    else:
-        made.print()
-    return 0 if all(promise.held for promise in made.promises) else 1
+    return int(made.told(json=options.json))
 
 
 class EgressBench:

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ringfence.cli.bench_api import _CODE, MIB, SMALL, ApiBench, Effort, _service
+from ringfence.cli.bench_api import CODE, MIB, SMALL, ApiBench, Effort, ended, service_of
 from ringfence.cli.timing import Samples
 from ringfence.model.errors import HostLimit
 
@@ -44,48 +44,46 @@ async def compare(effort: Effort, bench: Any, store: str) -> None:
         pair = []
         for address in ("", store):
             made = ApiBench(effort, bench)
-            made.url, made.key, made.pid = await asyncio.to_thread(stack.enter_context, _service(address))
+            made.url, made.key, made.pid = await asyncio.to_thread(stack.enter_context, service_of(address))
             pair.append(made)
         try:
             for made in pair:
-                await made._unlimited()
+                await made.unlimited()
             await _measured(pair, effort, bench)
         finally:
             for made in pair:
-                await _emptied(made)
-                for connection in made._connections:
-                    await connection.close()
+                await made.close()
 
 
 async def _measured(pair: list[ApiBench], effort: Effort, bench: Any) -> None:
     pool = {"name": "bench", "min": effort.pool, "max": effort.pool, "most": 400, "overflow": 200, **SMALL}
     boxes: dict[ApiBench, Any] = {}
     for made in pair:
-        raw = await made._raw()
-        await made._ok(raw, "POST", "/v1/pools", pool)
+        raw = await made.connected()
+        await made.ok(raw, "POST", "/v1/pools", pool)
         await _filled(made, raw, effort.pool)
-        box = (await made._ok(raw, "POST", "/v1/sandboxes", {**SMALL, "memory": 256 * MIB}))["id"]
+        box = (await made.ok(raw, "POST", "/v1/sandboxes", {**SMALL, "memory": 256 * MIB}))["id"]
         path = f"/v1/sandboxes/{box}/contexts"
-        await made._ok(raw, "POST", path, {"id": "bench"})
-        await made._ok(raw, "POST", f"{path}/bench/run", {"code": _CODE})
+        await made.ok(raw, "POST", path, {"id": "bench"})
+        await made.ok(raw, "POST", f"{path}/bench/run", {"code": CODE})
         boxes[made] = box
 
     async def create(made: ApiBench, connection: Any) -> str:
-        return str((await made._ok(connection, "POST", "/v1/sandboxes", {"pool": "bench"}))["id"])
+        return str((await made.ok(connection, "POST", "/v1/sandboxes", {"pool": "bench"}))["id"])
 
     async def delete(made: ApiBench, connection: Any, id: str) -> None:
-        await made._ok(connection, "DELETE", f"/v1/sandboxes/{id}")
+        await made.ok(connection, "DELETE", f"/v1/sandboxes/{id}")
 
     async def true(made: ApiBench, connection: Any) -> None:
         path = f"/v1/sandboxes/{boxes[made]}/processes"
-        await made._ok(connection, "POST", path, {"argv": ["true"]})
+        await made.ok(connection, "POST", path, {"argv": ["true"]})
 
     async def code(made: ApiBench, connection: Any) -> None:
         path = f"/v1/sandboxes/{boxes[made]}/contexts/bench/run"
-        await made._ok(connection, "POST", path, {"code": _CODE})
+        await made.ok(connection, "POST", path, {"code": CODE})
 
     async def listed(made: ApiBench, connection: Any) -> None:
-        await made._ok(connection, "GET", "/v1/sandboxes?limit=20")
+        await made.ok(connection, "GET", "/v1/sandboxes?limit=20")
 
     rounds: tuple[tuple[str, int, int, float, _Work, Any], ...] = (
         ("create from a pool, 1 at once", 1, effort.creates, 50, create, delete),
@@ -111,24 +109,6 @@ async def _measured(pair: list[ApiBench], effort: Effort, bench: Any) -> None:
         )
 
 
-async def _emptied(made: ApiBench) -> None:
-    """End the pool and every sandbox, and wait until the node has none: they outlive their service."""
-    raw = await made._raw()
-    await raw.call("DELETE", "/v1/pools/bench")
-    await made._clear()
-    end = time.monotonic() + 60
-    while _walls(made.pid):
-        if time.monotonic() > end:
-            raise HostLimit("sandboxes of the bench are left", hint="`ringfence doctor` says what holds them")
-        await asyncio.sleep(0.05)
-
-
-def _walls(serve: int) -> list[str]:
-    """Folders of the sandboxes of a service, by its command line's ``--state``."""
-    words = Path(f"/proc/{serve}/cmdline").read_bytes().split(b"\0")
-    return os.listdir(Path(os.fsdecode(words[words.index(b"--state") + 1])) / "sandboxes")
-
-
 def _promise(what: str, value: float, reference: str) -> Any:
     from ringfence.cli.bench import Promise
 
@@ -137,7 +117,7 @@ def _promise(what: str, value: float, reference: str) -> Any:
 
 async def _filled(made: ApiBench, raw: Any, wanted: int) -> None:
     end = time.monotonic() + 120
-    while (await made._ok(raw, "GET", "/v1/pools/bench/queue"))["warm"] < wanted:
+    while (await made.ok(raw, "GET", "/v1/pools/bench/queue"))["warm"] < wanted:
         if time.monotonic() > end:
             raise HostLimit("the pool was not filled within two minutes", hint="look at the machine's load")
         await asyncio.sleep(0.05)
@@ -148,8 +128,7 @@ async def _turn(made: ApiBench, samples: Samples, many: int, count: int, work: _
     turns = iter(range(count))
 
     async def worker() -> None:
-        connection = await made._raw()
-        made._connections.remove(connection)
+        connection = await made.connected()
         try:
             first = True
             for _ in turns:
@@ -210,12 +189,7 @@ def _server() -> Iterator[str]:
         yield f"postgresql://postgres@/postgres?host={folder}"
     finally:
         if server is not None:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            ended(server, signal.SIGINT)
         shutil.rmtree(folder, ignore_errors=True)
 
 
