@@ -99,48 +99,37 @@ class Claims:
         Raises:
             QuotaExceeded: of the project; of the pool (:func:`of_pool`): all it may have are in use.
         """
-        with self.core.courtesy.claim():
-            return await self._serve_now(principal, request, pool, key, changes, committed)
-
-    async def _serve_now(
-        self,
-        principal: Principal,
-        request: CreateSandbox,
-        pool: Pool,
-        key: str,
-        changes: Sequence[Change],
-        committed: Callable[[], None],
-    ) -> Sandbox:
         core = self.core
-        admitted = await core.admission.claim(principal.project, request.policy)
-        counted = (
-            Add(pool.counter("claims"), 1),
-            Add(pool.counter("running"), 1, pool.most),
-        )
-        for _ in range(ATTEMPTS):
-            taken = await self._take(principal, request, pool, key, (*admitted, *counted, *changes))
-            if taken is None:
-                break
-            sandbox, token = taken
-            changes = ()  # done with the take
-            committed()
+        with core.courtesy.claim():
+            admitted = await core.admission.claim(principal.project, request.policy)
+            counted = (
+                Add(pool.counter("claims"), 1),
+                Add(pool.counter("running"), 1, pool.most),
+            )
+            for _ in range(ATTEMPTS):
+                taken = await self._take(principal, request, pool, key, (*admitted, *counted, *changes))
+                if taken is None:
+                    break
+                sandbox, token = taken
+                changes = ()  # done with the take
+                committed()
+                self.pools.urge(pool.id)
+                unstored = Unstored(request.secrets, request.files)
+                try:
+                    return await core.whole(self._bound(sandbox, token, unstored))
+                except _BROKEN as error:
+                    log.warning("member %s of pool %s is broken: %s", sandbox.id, pool.name, error)
             self.pools.urge(pool.id)
-            unstored = Unstored(request.secrets, request.files)
-            try:
-                return await core.whole(self._bound(sandbox, token, unstored))
-            except _BROKEN as error:
-                log.warning("member %s of pool %s is broken: %s", sandbox.id, pool.name, error)
-        self.pools.urge(pool.id)
-        used = (pool.counter("running"), pool.counter("overflow"))
-        return await self.sandboxes.on_demand(
-            principal,
-            request,
-            pool=pool.id,
-            key=key,
-            counters=used,
-            committed=committed,
-            changes=(*counted, Add(pool.counter("overflow"), 1, pool.overflow), *changes),
-        )
+            used = (pool.counter("running"), pool.counter("overflow"))
+            return await self.sandboxes.on_demand(
+                principal,
+                request,
+                pool=pool.id,
+                key=key,
+                counters=used,
+                committed=committed,
+                changes=(*counted, Add(pool.counter("overflow"), 1, pool.overflow), *changes),
+            )
 
     # -- nobody waits for it
 

@@ -202,11 +202,11 @@ class NodeSandbox:
 
         return await saving.fork(self.node, self, count, kind=kind, **changes)
 
-    async def reset(self, *, standby: bool = True) -> None:
+    async def reset(self, *, standby: bool = True, hold: bool = False) -> None:
         """Begin anew from its template, under its id; see :func:`ringfence.node.resetting.reset`."""
         from ringfence.node import resetting
 
-        await resetting.reset(self.node, self, standby=standby)
+        await resetting.reset(self.node, self, standby=standby, hold=hold)
 
     async def bind_secrets(self, secrets: Mapping[str, bytes]) -> None:
         """Give its workload secrets, as files in ``/run/secrets``. From now on it has held secrets.

@@ -22,7 +22,7 @@ from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError, Run
 from ringfence.model.ids import SANDBOX_ID
 from ringfence.model.levels import Boundary
 from ringfence.model.sandbox import SandboxRequest
-from ringfence.node import resetting, starting
+from ringfence.node import starting
 from ringfence.node.service import Node
 from ringfence.node.state import StateRoot
 from ringfence.node.volumes import RUNTIMES, Volumes
@@ -478,7 +478,7 @@ class Hosting:
     async def reset(self, name: str, *, hold: bool = False) -> Placed:
         """Begin anew."""
         sandbox = self.sandbox(name)
-        await resetting.reset(self.node, sandbox, hold=hold)
+        await sandbox.reset(hold=hold)
         self._judges[name] = Judge(sandbox)
         self._boundaries.pop(name, None)
         return self.placed(sandbox)
