@@ -26,4 +26,7 @@ def walled() -> Iterator[Wall]:
 @pytest.fixture
 def client(walled: Wall) -> Client:
     """A link to it."""
-    return walled.client()
+    try:
+        return walled.client()
+    except EOFError:
+        pytest.fail(f"the agent hung up on HELLO; {walled.end()}")

@@ -318,6 +318,13 @@ class Wall:
         self.clients.append(client)
         return client
 
+    def end(self) -> str:
+        """What became of the agent, in words. It is given a moment to end."""
+        try:
+            return f"it ended with {self.process.wait(2)}"
+        except subprocess.TimeoutExpired:
+            return f"it lives: {Path(f'/proc/{self.pid}/stat').read_text()}"
+
     def alive(self) -> bool:
         """The agent has not ended."""
         return self.process.poll() is None
