@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ringfence.cli import remote
 from ringfence.cli.output import note, print_json, printable, safe, table
 from ringfence.cli.parsing import Parser, add_json, add_verbs
 from ringfence.model.errors import InvalidRequest, NotFound
 
 DESCRIPTION = """\
 What sandboxes with network mode egress did at their door, what waits for somebody's answer (policy
-`onUnknown: ask`), and the secrets that the door puts into requests."""
+`onUnknown: ask`), and the secrets that the door puts into requests: of sandboxes of this machine's
+command line, and with a service (`ringfence login`) of that, too."""
 
 EPILOG = """\
 examples:
@@ -71,7 +73,14 @@ def _selected(options: argparse.Namespace, lines: Iterable[dict[str, Any]]) -> I
 def _read_log(options: argparse.Namespace) -> list[dict[str, Any]]:
     from ringfence.egress.log import ConnectionLog
 
-    return list(_selected(options, ConnectionLog(_folder() / "connections.jsonl").read()))
+    found = list(_selected(options, ConnectionLog(_folder() / "connections.jsonl").read()))
+    if not found and options.sandbox and remote.configured():
+        from ringfence.cli import remote_egress
+
+        lines = remote_egress.lines(options.sandbox)
+        options.sandbox = None  # they are its own, though it may have been called by its name
+        found = list(_selected(options, lines))
+    return found
 
 
 def _log(options: argparse.Namespace) -> int:
@@ -87,6 +96,8 @@ def _log(options: argparse.Namespace) -> int:
         return 0
     if not lines:
         print("nothing is in the log" if not options.denied else "nothing was refused")
+        if remote.configured() and not options.sandbox:
+            note("this was this machine's log; the service has one of each sandbox: --sandbox ID")
         return 0
     rows = [
         (
@@ -136,6 +147,10 @@ def _pending(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for visit in visits(_folder()):
         found += visit.call("pending")
+    if remote.configured():
+        from ringfence.cli import remote_egress
+
+        found += remote_egress.questions()
     if options.json:
         print_json({"pending": found})
         return 0
@@ -168,28 +183,33 @@ def _allow_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _answer(options: argparse.Namespace, *, allow: bool) -> int:
+    result = _answered(options.question, allow=allow, remember=getattr(options, "remember", False))
+    if options.json:
+        print_json(result)
+        return 0
+    print(f"{'allowed' if allow else 'denied'}: {safe(result['host'])}:{result['port']}")
+    if "rule" in result:
+        import json
+
+        print("as a rule for the policy's network.allow:")
+        print(f"  - {printable(json.dumps(result['rule']))}")
+    return 0
+
+
+def _answered(question: str, *, allow: bool, remember: bool) -> Any:
+    import contextlib
+
     from ringfence.egress.visiting import visits
 
     for visit in visits(_folder()):
-        try:
-            result = visit.call(
-                "answer", id=options.question, allow=allow, remember=getattr(options, "remember", False)
-            )
-        except NotFound:
-            continue
-        if options.json:
-            print_json(result)
-            return 0
-        print(f"{'allowed' if allow else 'denied'}: {safe(result['host'])}:{result['port']}")
-        if "rule" in result:
-            import json
+        with contextlib.suppress(NotFound):
+            return visit.call("answer", id=question, allow=allow, remember=remember)
+    if remote.configured():
+        from ringfence.cli import remote_egress
 
-            print("as a rule for the policy's network.allow:")
-            print(f"  - {printable(json.dumps(result['rule']))}")
-        return 0
-    raise NotFound(
-        f"no question {options.question[:60]!r} is open", hint="`ringfence egress pending` lists them"
-    )
+        with contextlib.suppress(NotFound):
+            return remote_egress.answer(question, allow=allow, remember=remember)
+    raise NotFound(f"no question {question[:60]!r} is open", hint="`ringfence egress pending` lists them")
 
 
 def _allow(options: argparse.Namespace) -> int:
@@ -240,42 +260,68 @@ def _secret_options(parser: argparse.ArgumentParser) -> None:
         "action", choices=("set", "ls", "rm"), help="store or rotate one, list them, remove one"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="as in {{secret:NAME}}")
-    parser.add_argument("--project", default="", metavar="PROJECT", help="whose it is, in a service")
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="of this machine's `ringfence run`, though a service is configured",
+    )
+    parser.add_argument(
+        "--project", default="", metavar="PROJECT", help="with --local: whose it is, in a service"
+    )
     add_json(parser)
 
 
+class _Here:
+    """The secrets of this machine's command line."""
+
+    def __init__(self, project: str) -> None:
+        from ringfence.egress.client import prepare
+        from ringfence.egress.keys import MasterKey
+        from ringfence.egress.secrets import SecretStore
+
+        folder = _folder()
+        prepare(folder)
+        self.project, self.store = project, SecretStore(folder, MasterKey(folder))
+
+    def secrets(self) -> list[dict[str, Any]]:
+        return [
+            {"name": one.name, "version": one.version, "changed": one.changed}
+            for one in self.store.list(self.project)
+        ]
+
+    def put_secret(self, name: str, value: str) -> dict[str, Any]:
+        import asyncio
+
+        info = asyncio.run(self.store.put(self.project, name, value))
+        return {"name": info.name, "version": info.version}
+
+    def remove_secret(self, name: str) -> None:
+        self.store.remove(self.project, name)
+
+
+def _secrets_of(options: argparse.Namespace) -> Any:
+    if options.local or options.project or not remote.configured():
+        return _Here(options.project)
+    from ringfence.cli import remote_egress
+
+    return remote_egress
+
+
 def _secret(options: argparse.Namespace) -> int:
-    import asyncio
-
-    from ringfence.egress.client import prepare
-    from ringfence.egress.keys import MasterKey
-    from ringfence.egress.secrets import SecretStore
-
-    folder = _folder()
-    prepare(folder)
-    store = SecretStore(folder, MasterKey(folder))
     if options.action == "ls":
-        found = store.list(options.project)
+        found = _secrets_of(options).secrets()
         if options.json:
-            print_json(
-                {
-                    "secrets": [
-                        {"name": one.name, "version": one.version, "changed": one.changed} for one in found
-                    ]
-                }
-            )
+            print_json({"secrets": found})
         elif found:
-            table(
-                ("name", "version", "changed"),
-                [(one.name, str(one.version), _clock(one.changed)) for one in found],
-            )
+            rows = [(safe(one["name"]), str(one["version"]), _clock(one["changed"])) for one in found]
+            table(("name", "version", "changed"), rows)
         else:
             print("no secrets are here")
         return 0
     if options.name is None:
         raise InvalidRequest(f"`secret {options.action}` needs a name", hint="as in {{secret:NAME}}")
     if options.action == "rm":
-        store.remove(options.project, options.name)
+        _secrets_of(options).remove_secret(options.name)
         return 0
     if sys.stdin.isatty():
         import getpass
@@ -283,12 +329,26 @@ def _secret(options: argparse.Namespace) -> int:
         value = getpass.getpass(f"value of {options.name}: ")
     else:
         value = sys.stdin.readline(64 * 1024).rstrip("\r\n")
-    info = asyncio.run(store.put(options.project, options.name, value))
+    info = _secrets_of(options).put_secret(options.name, value)
     if options.json:
-        print_json({"name": info.name, "version": info.version})
+        print_json({"name": info["name"], "version": info["version"]})
     else:
-        print(f"{info.name}, version {info.version}")
+        print(f"{safe(info['name'])}, version {info['version']}")
     return 0
+
+
+# -- placeholders
+
+
+def _revoke_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="SANDBOX", help="of the service: its id, or its label `name`")
+    parser.add_argument(
+        "of",
+        nargs="*",
+        metavar="OF",
+        help="whose: ids of it or of those that it is a copy of (default: all that it inherited)",
+    )
+    add_json(parser)
 
 
 VERBS: dict[str, tuple[Any, ...]] = {
@@ -312,5 +372,14 @@ VERBS: dict[str, tuple[Any, ...]] = {
         _secret_options,
         _secret,
         ("secret set openai < key.txt", "secret ls"),
+    ),
+    "revoke": (
+        "take back placeholders of secrets in a service's sandbox, for good",
+        _revoke_options,
+        remote.only("remote_egress", "revoke"),
+        (
+            "revoke sb-…          # those that it inherited as a copy",
+            "revoke sb-… sb-…    # those of the second",
+        ),
     ),
 }

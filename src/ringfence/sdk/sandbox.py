@@ -523,6 +523,21 @@ class AsyncSandbox:
         found: Mapping[str, Any] = await self._call("GET", "/metrics")
         return found
 
+    # -- its door
+
+    async def connections(self, limit: int = 100) -> Mapping[str, Any]:
+        """What it asked for through its egress door: the newest ``items``, newest last, and its ``usage``."""
+        return dict(await self._call("GET", "/connections", params={"limit": limit}))
+
+    async def revoke_placeholders(self, *sandboxes: str) -> SandboxInfo:
+        """Take back placeholders of secrets, for good: those that it inherited as a copy, or, by sandboxes'
+        ids, those of these (its own id: its own).
+        """
+        body = {"sandboxes": list(sandboxes) or None}
+        return self._seen(await self._call("POST", "/placeholders/revoke", json=body, safe=True))
+
+    # -- its end
+
     async def kill(self, *, grace: float = 0.0) -> SandboxInfo | None:
         """End it and remove all that is its own; ``grace``: seconds between SIGTERM and SIGKILL.
 

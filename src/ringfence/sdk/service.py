@@ -163,6 +163,36 @@ class AsyncService:
         changed: Mapping[str, Any] = await self.call("PATCH", path, json=limits, safe=True)
         return changed
 
+    # -- the egress door: secrets of the project, questions of its sandboxes
+
+    async def secrets(self) -> Sequence[Mapping[str, Any]]:
+        """The project's secrets, as rules name them (``{{secret:NAME}}``), without their values."""
+        return [each async for each in (await self.transport()).pages("/v1/secrets")]
+
+    async def put_secret(self, name: str, value: str) -> Mapping[str, Any]:
+        """Store a secret, or rotate it: open doors use the new value from then on. Needs the scope admin."""
+        stored: Mapping[str, Any] = await self.call(
+            "PUT", f"/v1/secrets/{quote(name, safe='')}", json={"value": value}, safe=True
+        )
+        return stored
+
+    async def remove_secret(self, name: str) -> None:
+        """Forget a secret. Needs the scope admin."""
+        await self.call("DELETE", f"/v1/secrets/{quote(name, safe='')}")
+
+    async def questions(self) -> Sequence[Mapping[str, Any]]:
+        """Requests that are held until somebody answers (policy ``onUnknown: ask``)."""
+        return [each async for each in (await self.transport()).pages("/v1/egress/questions")]
+
+    async def answer(self, question: str, *, allow: bool, remember: bool = False) -> Mapping[str, Any]:
+        """Let a held request pass, or refuse it; ``remember``: from now on too, as a rule of the sandbox."""
+        said: Mapping[str, Any] = await self.call(
+            "POST",
+            f"/v1/egress/questions/{quote(question, safe='')}",
+            json={"allow": allow, "remember": remember},
+        )
+        return said
+
     async def _got(self, path: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = await self.call("GET", path)
         return found

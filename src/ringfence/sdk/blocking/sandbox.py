@@ -439,6 +439,16 @@ class Sandbox(Facade):
         """What it takes now, measured on the host: CPU seconds, memory, disk, processes."""
         return BACKGROUND.run(self._async.metrics())
 
+    def connections(self, limit: int = 100) -> Mapping[str, Any]:
+        """What it asked for through its egress door: the newest ``items``, newest last, and its ``usage``."""
+        return BACKGROUND.run(self._async.connections(limit))
+
+    def revoke_placeholders(self, *sandboxes: str) -> SandboxInfo:
+        """Take back placeholders of secrets, for good: those that it inherited as a copy, or, by sandboxes'
+        ids, those of these (its own id: its own).
+        """
+        return BACKGROUND.run(self._async.revoke_placeholders(*sandboxes))
+
     def kill(self, *, grace: float = 0.0) -> SandboxInfo | None:
         """End it and remove all that is its own; ``grace``: seconds between SIGTERM and SIGKILL.
 

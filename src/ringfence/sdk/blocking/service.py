@@ -113,3 +113,23 @@ class Service(Facade):
         no limit. For operators.
         """
         return BACKGROUND.run(self._async.set_quota(project, **limits))
+
+    def secrets(self) -> Sequence[Mapping[str, Any]]:
+        """The project's secrets, as rules name them (``{{secret:NAME}}``), without their values."""
+        return BACKGROUND.run(self._async.secrets())
+
+    def put_secret(self, name: str, value: str) -> Mapping[str, Any]:
+        """Store a secret, or rotate it: open doors use the new value from then on. Needs the scope admin."""
+        return BACKGROUND.run(self._async.put_secret(name, value))
+
+    def remove_secret(self, name: str) -> None:
+        """Forget a secret. Needs the scope admin."""
+        BACKGROUND.run(self._async.remove_secret(name))
+
+    def questions(self) -> Sequence[Mapping[str, Any]]:
+        """Requests that are held until somebody answers (policy ``onUnknown: ask``)."""
+        return BACKGROUND.run(self._async.questions())
+
+    def answer(self, question: str, *, allow: bool, remember: bool = False) -> Mapping[str, Any]:
+        """Let a held request pass, or refuse it; ``remember``: from now on too, as a rule of the sandbox."""
+        return BACKGROUND.run(self._async.answer(question, allow=allow, remember=remember))

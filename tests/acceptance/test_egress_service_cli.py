@@ -1,0 +1,188 @@
+"""``ringfence egress`` of a user who has logged in to a service, and the SDK's half of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringfence import Sandbox, Service
+from ringfence.model.errors import InvalidRequest
+from ringfence.sdk import settings
+from ringfence.sdk.background import BACKGROUND
+from support.commands import Ringfence
+from support.serving import Serving, eventually, needs_root_or_users, serving
+
+pytest.importorskip("h2")
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+
+KEY = "k3y-of-mine"
+
+
+class _Web(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    keys: list[str]
+
+
+class _Answer(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        assert isinstance(self.server, _Web)
+        lines = []
+        while line := self.rfile.readline().strip().decode():
+            lines.append(line)
+        self.server.keys += [line[7:] for line in lines if line.lower().startswith("x-key: ")]
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\nbeyond")
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[_Web]:
+    with _Web(("127.0.0.1", 0), _Answer) as server:
+        server.keys = []
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    needs_root_or_users()
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture
+def ringfence(served: Serving, tmp_path: Path) -> Ringfence:
+    """The command line of a user who has logged in, and has a home of his own."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RINGFENCE_")}
+    home = {"RINGFENCE_LOGIN": str(tmp_path / "login.json"), "RINGFENCE_HOME": str(tmp_path / "home")}
+    found = Ringfence(env | home)
+    assert found("login", served.url, input=served.key.encode()).returncode == 0
+    return found
+
+
+@pytest.fixture
+def sdk(served: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(settings.URL, served.url)
+    monkeypatch.setenv(settings.KEY, served.key)
+    yield
+    BACKGROUND.end()
+
+
+def fetch(port: int, key: str = "none", path: str = "") -> str:
+    return f'curl -sS -m 60 --noproxy "" -x $http_proxy -H "X-Key: {key}" http://127.0.0.1:{port}/{path}'
+
+
+def network(web: _Web) -> dict[str, Any]:
+    rule = {"host": "127.0.0.1", "ports": [web.server_address[1]], "protocol": "http"}
+    rule |= {"addresses": ["127.0.0.1/32"], "inject": {"placeholder": "{{secret:key}}", "env": "TOKEN"}}
+    return {"mode": "egress", "allow": [rule]}
+
+
+def test_questions_and_the_log_of_a_service(served: Serving, ringfence: Ringfence, web: _Web) -> None:
+    port = web.server_address[1]
+    assert ringfence.json("egress", "pending", "--json") == {"pending": []}
+    box = served.sandbox(network={"mode": "egress", "onUnknown": "ask", "askTimeout": 120})["id"]
+    for verb, code in (("deny", 403), ("allow", 200)):
+        argv = ["sh", "-c", fetch(port, path=verb) + " -o /dev/null -w '%{http_code}'"]
+        body = {"argv": argv, "id": verb, "wait": False, "detached": True}
+        served.http.post(f"/v1/sandboxes/{box}/processes", json=body)
+        found = eventually(lambda: ringfence.json("egress", "pending", "--json")["pending"], "it is asked")
+        assert [(each["sandbox"], each["port"]) for each in found] == [(box, port)]
+        assert box.encode() in ringfence("egress", "pending").stdout
+        done = ringfence("egress", verb, found[0]["id"])
+        assert done.returncode == 0, done.stderr
+        place = f"/v1/sandboxes/{box}/processes/{verb}/output"
+        told = eventually(lambda at=place: served.http.get(at).json()["stdout"]["data"], "it goes on")
+        assert told == str(code)
+    done = ringfence("egress", "allow", "ask-06h2k1tywwgvxb4ybktb")
+    assert done.returncode == 125 and b"egress pending" in done.stderr
+
+    def log(*options: str) -> Any:
+        return ringfence.json("egress", "log", "--json", *options)["connections"]
+
+    lines = eventually(lambda: log("--sandbox", box)[1:], "both are in the log")
+    assert {line["sandbox"] for line in lines} == {box}
+    assert [line["decision"] for line in log("--sandbox", box)] == ["denied", "allowed"]
+    assert [line["decision"] for line in log("--sandbox", box, "--denied")] == ["denied"]
+    learnt = ringfence.json("egress", "learn", "--json", "--sandbox", box)
+    assert [rule["host"] for rule in learnt["network"]["allow"]] == ["127.0.0.1"]
+    assert b"the service has one of each sandbox" in ringfence("egress", "log").stderr
+    assert ringfence("egress", "log", "--sandbox", "sb-06h2k1tywwgvxb4ybktb").returncode == 125
+    served.http.delete(f"/v1/sandboxes/{box}")
+
+
+def test_secrets_are_the_services_unless_local(ringfence: Ringfence, served: Serving) -> None:
+    done = ringfence("egress", "secret", "set", "mine", input=b"s3cret-one\n")
+    assert (done.returncode, done.stdout) == (0, b"mine, version 1\n"), done.stderr
+    assert ringfence("egress", "secret", "set", "here", "--local", input=b"s3cret-two").returncode == 0
+
+    def names(*options: str) -> list[str]:
+        listed = ringfence("egress", "secret", "ls", "--json", *options)
+        assert b"s3cret" not in listed.stdout + listed.stderr
+        return [
+            each["name"] for each in ringfence.json("egress", "secret", "ls", "--json", *options)["secrets"]
+        ]
+
+    assert (names(), names("--local")) == (["mine"], ["here"])
+    assert [each["name"] for each in served.http.get("/v1/secrets").json()["items"]] == ["mine"]
+    assert b"mine" in ringfence("egress", "secret", "ls").stdout
+    assert ringfence("egress", "secret", "rm", "mine").returncode == 0
+    assert ringfence("egress", "secret", "rm", "mine").returncode == 125
+    assert names() == []
+
+
+@pytest.mark.usefixtures("sdk")
+def test_placeholders_are_taken_back(ringfence: Ringfence, web: _Web) -> None:
+    with Service() as service:
+        assert service.put_secret("key", KEY)["version"] == 1
+        assert "key" in [each["name"] for each in service.secrets()]
+        assert service.questions() == []
+    port = web.server_address[1]
+    box = Sandbox.create(runtime="jail", network=network(web))
+    box.run("echo $TOKEN > /workspace/kept").check()
+    (copy,) = box.fork()
+    (other,) = box.fork()
+    try:
+
+        def inherited(one: Sandbox) -> str:
+            return one.run(fetch(port, "$(cat /workspace/kept)")).check().stdout
+
+        for one in (box, copy, other):
+            web.keys.clear()
+            assert (inherited(one), web.keys) == ("beyond", [KEY])
+        done = ringfence("egress", "revoke", copy.id)
+        assert done.returncode == 0, done.stderr
+        other.revoke_placeholders(box.id)
+        for one in (copy, other):
+            web.keys.clear()
+            assert '"code": "placeholder"' in inherited(one) and web.keys == []
+            assert one.run(fetch(port, "$TOKEN")).check().stdout == "beyond" and web.keys == [KEY]
+        assert inherited(box) == "beyond"
+        denied = [line for line in copy.connections()["items"] if line["decision"] == "denied"]
+        assert denied and denied[-1]["sandbox"] == copy.id
+        with pytest.raises(InvalidRequest):
+            box.revoke_placeholders(copy.id)
+        assert ringfence("egress", "revoke", box.id, copy.id).returncode == 125
+        assert ringfence("egress", "revoke", box.id, box.id).returncode == 0
+        assert '"code": "placeholder"' in inherited(box)
+    finally:
+        for one in (box, copy, other):
+            one.kill()
+        with Service() as service:
+            service.remove_secret("key")
+
+
+def test_revoking_needs_a_service(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RINGFENCE_")}
+    alone = Ringfence(env | {"RINGFENCE_LOGIN": str(tmp_path / "none.json"), "RINGFENCE_HOME": str(tmp_path)})
+    done = alone("egress", "revoke", "sb-06h2k1tywwgvxb4ybktb")
+    assert done.returncode == 125 and b"ringfence login" in done.stderr
