@@ -31,8 +31,8 @@ from security.tables.egress import IN_MACHINES, NETWORK, SECRET, WAYS, Way
 from support.egress import connected, doors_into
 from support.internet import Internet
 
-RUNTIMES = ("jail", "bubblewrap", "nsjail", "runc", "crun", "gvisor", "docker", "podman", "qemu-microvm")
 MACHINES = ("qemu-microvm", "qemu")
+RUNTIMES = ("jail", "bubblewrap", "nsjail", "runc", "crun", "gvisor", "docker", "podman", *MACHINES)
 PARTS = ("egress.py", "egress_base.py", "egress_more.py")
 RELAY = """
 import socket
@@ -114,6 +114,8 @@ def chosen(request: pytest.FixtureRequest, runtime: str) -> None:
     names = request.config.getoption("--ringfence-runtime")
     if names and runtime not in names:
         pytest.skip(f"{LISTED}another runtime was chosen")
+    if runtime == "qemu" and not names:
+        pytest.skip(f"{LISTED}qemu boots a whole system: --ringfence-runtime=qemu runs it")
     if runtime in ("docker", "podman"):
         request.getfixturevalue(f"{runtime}_engine")
 
