@@ -164,3 +164,14 @@ def test_interactive_without_a_terminal_still_gives_the_command_one(ringfence):
     done = ringfence("run", "-i", "--", "sh", "-c", "tty; stty size")
     assert b"/dev/pts/" in done.stdout
     assert b"24 80" in done.stdout
+
+
+def test_who_looks_on_while_it_starts_is_told(sit, ringfence):
+    ringfence.env["RINGFENCE_FAKE_FAULTS"] = '{"start_delay": 5}'
+    user = sit("run", "--runtime", "fake", "--", "echo", "up")
+    assert b"up\r\n" not in user.sees(b"still starting")
+    user.sees(b"up\r\n")
+    assert user.leaves() == 0
+    done = ringfence("run", "--runtime", "fake", "--", "echo", "up")
+    assert (done.returncode, done.stdout) == (0, b"up\n")
+    assert b"still starting" not in done.stderr  # nobody looks on

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["configure", "main", "parse_quickly"]
 
 MAIN = "main"  # id of the command among the sandbox's processes
+_SOON = 3.0  # seconds within which nearly every sandbox starts; who looks on for longer is told
 LAST_WORDS = 1.0  # seconds a slow reader gets for the output of a sandbox that was killed
 
 
@@ -158,13 +159,13 @@ class Run:
             self.request = await with_placeholders(node, self.request)
             try:
                 # What the template starts finds the door open.
-                self.sandbox = sandbox = await node.create(self.request, open_door)
+                sandbox = await self._create(node, open_door)
             except BaseException:
                 if door is not None:
                     await door.close()
                 raise
         else:
-            self.sandbox = sandbox = await node.create(self.request)
+            sandbox = await self._create(node)
         try:
             if self.files:
                 from ringfence.cli.transfer import copy_in
@@ -181,6 +182,20 @@ class Run:
             if not kept:
                 await sandbox.destroy()
         return self._report(result, boundary, changes, copied, kept)
+
+    async def _create(self, node: Any, *before: Any) -> Any:
+        import asyncio
+
+        waiting = None
+        if not self.options.quiet and os.isatty(2):
+            words = "still starting; the first start of a template or an interpreter takes longer than others"
+            waiting = asyncio.get_running_loop().call_later(_SOON, note, words)
+        try:
+            self.sandbox = await node.create(self.request, *before)
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+        return self.sandbox
 
     async def _door(self, node: Any) -> RunDoor | None:
         """The sandbox's door, opened; ``None`` if somebody else has it open."""

@@ -79,7 +79,9 @@ _PROBE_TIMEOUT = 5.0
 _EMPTY = b"\0asm\1\0\0\0"  # the smallest module
 PROBE = "probe"  # the id of a probe's wall, which waits for no compilation
 MEMORY_MARGIN = 32 << 20  # bytes of a module's memory beyond the sandbox's limit
-COMPILE_TIMEOUT = 25.0  # seconds that a start waits for an interpreter to be compiled, the first time
+# Seconds that a start waits for the interpreters to be compiled, the first time; CPython takes 30 s of one
+# idle core. What is given up here begins anew with the next process, so it is not given up lightly.
+COMPILE_TIMEOUT = 240.0
 # The worker's own things lie where every root has an empty folder that no module can open.
 _SITE, _MODULES, _LIBRARY = "/sys/site", "/sys/modules", "/sys/library.so"
 _OPEN = ("/workspace", "/tmp", "/home/agent", "/var/tmp")  # noqa: S108
@@ -95,6 +97,7 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
     name = "wasm"
     level = Level.L1
     boundary = Boundary.INSTRUCTION
+    start_deadline = COMPILE_TIMEOUT + 20.0
 
     def __init__(self, context: RuntimeContext) -> None:
         super().__init__(context)
@@ -236,7 +239,7 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
         except TimeoutError:
             raise RuntimeUnavailable(
                 "the WebAssembly interpreters are still being compiled, once a machine",
-                hint="try again in half a minute",
+                hint="`ringfence setup wasm` compiles them, however long it takes",
             ) from DeadlineExceeded(f"{COMPILE_TIMEOUT:g} s have passed")
         return found
 
