@@ -33,7 +33,7 @@ class Principal:
         if not self.may(scope):
             raise NotAllowed(
                 f"this needs a key with the scope {scope}",
-                hint="`ringfence key make --scope …` makes one",
+                hint="`ringfence key create --scope …` makes one",
                 scope=scope,
             )
 

@@ -37,6 +37,9 @@ ORGANISATION, PROJECT, USER, KEY, USED = "organisation", "project", "user", "key
 DEFAULT = "default"
 _FORM = re.compile(r"rf_([0-9a-hjkmnp-tv-z]{20})_([0-9a-f]{64})", re.ASCII)
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?", re.ASCII)
+_ANOTHER = (
+    "`ringfence login` takes another; who has one with the scope admin makes it: `ringfence key create`"
+)
 _USED_EVERY = 60.0  # seconds between two writes of when a key was last used
 _TRIES = 10
 _NO_KEY = b"\0" * 32
@@ -80,10 +83,10 @@ class Tenancy:
         hashed = bytes.fromhex(row.document["hash"]) if row is not None else _NO_KEY
         same = hmac.compare_digest(_hash(secret), hashed)
         if row is None or not same:
-            raise NotAuthenticated("the key is unknown", hint="`ringfence key ls` shows those there are")
+            raise NotAuthenticated("the key is unknown", hint=_ANOTHER)
         key = key_of(row)
         if key.state != "active":
-            raise NotAuthenticated(f"the key is {key.state}", hint="`ringfence key make` makes another")
+            raise NotAuthenticated(f"the key is {key.state}", hint=_ANOTHER)
         self._note_use(key)
         return Principal(key.organisation, key.project, key.user, key.id, key.scopes, key.operator)
 
@@ -200,7 +203,7 @@ class Tenancy:
             if key.state != "active" or key.replaced_by:
                 raise InvalidRequest(
                     f"the key {id} is {key.state if key.state != 'active' else 'replaced already'}",
-                    hint="`ringfence key make` makes another",
+                    hint="`ringfence key create` makes another",
                 )
             owner = Project(key.project, "", key.organisation, 0)
             made, secret = _new_key(key.name, owner, key.user, key.scopes, key.expires, operator=key.operator)
