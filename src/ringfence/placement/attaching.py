@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import queue
 import threading
@@ -16,7 +17,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from ringfence.guest.archives import ArchiveLimits, extract_tar
-from ringfence.model.errors import InvalidRequest, RingfenceError, Unsupported, WrongState
+from ringfence.model.errors import (
+    GuestRefused,
+    HostLimit,
+    InvalidRequest,
+    RingfenceError,
+    Unsupported,
+    WrongState,
+)
 from ringfence.model.mounts import target_problem
 from ringfence.model.policy import Filesystem, Mount, Policy
 from ringfence.model.values import dataclass
@@ -215,6 +223,13 @@ class Attachments:
                 os.close(top)
 
 
+def _too_large(error: HostLimit) -> RingfenceError:
+    """It is the volume that is full, or the tar that has too much, and never the host."""
+    if isinstance(error.__cause__, OSError):
+        return GuestRefused(error.__cause__.errno or errno.EIO, "the tar does not fit into the volume")
+    return InvalidRequest(error.message, hint="send less at once")
+
+
 class _Import:
     """A thread that unpacks a hostile tar as the user that sandboxes have inside."""
 
@@ -253,6 +268,8 @@ class _Import:
             asyncio.run(
                 extract_tar(self._stream(), f"/proc/self/fd/{top}", LIMITS, replace=True, any_links=True)
             )
+        except HostLimit as error:
+            self._failure = _too_large(error)
         except BaseException as error:
             self._failure = error
         finally:

@@ -122,6 +122,21 @@ def test_a_hostile_tar_stays_inside(service: Serving) -> None:
     assert http.delete("/v1/volumes/evil").status_code == 204
 
 
+def test_a_tar_larger_than_its_volume(service: Serving) -> None:
+    http = service.http
+    assert http.post("/v1/volumes", json={"name": "small", "quota": QUOTA}).status_code == 201
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for number in range(3):  # each by itself fits
+            entry = tarfile.TarInfo(f"part-{number}")
+            entry.size = 20 << 20
+            tar.addfile(entry, io.BytesIO(os.urandom(entry.size)))
+    answer = http.put("/v1/volumes/small/import", content=data.getvalue())
+    assert answer.status_code == 507, answer.text
+    assert "does not fit into the volume" in answer.json()["error"]["message"]
+    assert http.delete("/v1/volumes/small").status_code == 204
+
+
 def test_one_that_goes_with_its_sandbox(service: Serving) -> None:
     http = service.http
     assert http.post("/v1/volumes", json={"name": "brief", "quota": QUOTA, "keep": False}).status_code == 201
