@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socketserver
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,3 +188,32 @@ def test_revoking_needs_a_service(tmp_path: Path) -> None:
     alone = Ringfence(env | {"RINGFENCE_LOGIN": str(tmp_path / "none.json"), "RINGFENCE_HOME": str(tmp_path)})
     done = alone("egress", "revoke", "sb-06h2k1tywwgvxb4ybktb")
     assert done.returncode == 125 and b"ringfence login" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (b"", b"no secret"),
+        (b"first\nsecond\n", b"several lines"),
+        (b"\xff\xfe", b"UTF-8"),
+        (b"x" * 70_000, b"more than a secret may"),
+        (None, b"closed"),
+    ],
+    ids=["nothing", "lines", "bytes", "long", "closed"],
+)
+def test_what_is_stored_is_what_was_given_or_nothing(
+    tmp_path: Path, given: bytes | None, words: bytes
+) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RINGFENCE_")}
+    alone = Ringfence(env | {"RINGFENCE_LOGIN": str(tmp_path / "none.json"), "RINGFENCE_HOME": str(tmp_path)})
+    if given is None:
+        argv = [sys.executable, "-m", "ringfence", "egress", "secret", "set", "key"]
+        shell = ["sh", "-c", 'exec "$@" <&-', "sh", *argv]
+        done = subprocess.run(shell, env=alone.env, capture_output=True, timeout=60, check=False)
+    else:
+        done = alone("egress", "secret", "set", "key", input=given)
+    assert done.returncode == 125 and words in done.stderr, done.stderr
+    assert b"fault in Ringfence" not in done.stderr and b"second" not in done.stderr
+    assert alone.json("egress", "secret", "ls", "--json") == {"secrets": []}
+    assert alone("egress", "secret", "set", "key", input=b"one line\r\n").returncode == 0  # the control
+    assert alone("egress", "log", "-n", "-3").returncode == 125

@@ -18,6 +18,7 @@ What sandboxes with network mode egress did at their door, what waits for somebo
 `onUnknown: ask`), and the secrets that the door puts into requests: of sandboxes of this machine's
 command line, and with a service (`ringfence login`) of that, too."""
 
+_MOST_SECRET = 64 * 1024
 EPILOG = """\
 examples:
   ringfence egress log --denied    # every verb has --help, and --json
@@ -84,6 +85,8 @@ def _read_log(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _log(options: argparse.Namespace) -> int:
+    if options.lines < 0:
+        raise InvalidRequest(f"-n {options.lines} is no number of lines", hint="-n 20: the last 20")
     if options.har:
         return _har(options)
     lines = _read_log(options)
@@ -118,15 +121,16 @@ def _log(options: argparse.Namespace) -> int:
 def _har(options: argparse.Namespace) -> int:
     from ringfence import __version__
     from ringfence.egress.recording import Records, har
-    from ringfence.egress.redaction import Redactor
+    from ringfence.egress.redaction import Redactors
 
     if options.sandbox is None:
         raise InvalidRequest("--har needs --sandbox", hint="records are kept by sandbox")
-    entries = list(Records(_folder(), Redactor()).log(options.sandbox).read())
+    entries = list(Records(_folder(), Redactors()).log(options.sandbox).read())
     if not entries:
         raise NotFound(
             f"nothing was recorded of sandbox {options.sandbox}",
-            hint="policies with network.record: headers or bodies record requests that are inspected",
+            hint="policies with network.record: headers or bodies record requests that are inspected; "
+            "a service keeps its records where it runs",
         )
     print_json(har(_selected(options, entries), __version__))
     return 0
@@ -307,6 +311,40 @@ def _secrets_of(options: argparse.Namespace) -> Any:
     return remote_egress
 
 
+def _value(name: str) -> str:
+    """A secret, from the terminal or from standard input.
+
+    Raises:
+        InvalidRequest: there is none, or it is not all: what is stored has to be what was given.
+    """
+    hint = f"`ringfence egress secret set {name} < file`, or type it on a terminal"
+    if sys.stdin is None:
+        raise InvalidRequest("standard input is closed, and the secret comes from there", hint=hint)
+    if sys.stdin.isatty():
+        import getpass
+
+        try:
+            return getpass.getpass(f"value of {safe(name)}: ")
+        except EOFError:
+            raise InvalidRequest("no secret was typed", hint=hint) from None
+    try:
+        value = sys.stdin.read(_MOST_SECRET + 1)
+        value.encode()
+    except UnicodeError:
+        raise InvalidRequest("a secret is text in UTF-8", hint="encode it, e.g. with base64") from None
+    if len(value) > _MOST_SECRET:
+        raise InvalidRequest("standard input has more than a secret may", hint="32,768 bytes")
+    value = value.removesuffix("\n").removesuffix("\r")
+    if not value:
+        raise InvalidRequest("standard input has no secret", hint=hint)
+    if "\n" in value or "\r" in value:
+        raise InvalidRequest(
+            "standard input has several lines, and a secret is one",
+            hint="store what a header or a field has to carry; a key file can be encoded with base64 -w0",
+        )
+    return value
+
+
 def _secret(options: argparse.Namespace) -> int:
     if options.action == "ls":
         found = _secrets_of(options).secrets()
@@ -323,12 +361,7 @@ def _secret(options: argparse.Namespace) -> int:
     if options.action == "rm":
         _secrets_of(options).remove_secret(options.name)
         return 0
-    if sys.stdin.isatty():
-        import getpass
-
-        value = getpass.getpass(f"value of {options.name}: ")
-    else:
-        value = sys.stdin.readline(64 * 1024).rstrip("\r\n")
+    value = _value(options.name)
     info = _secrets_of(options).put_secret(options.name, value)
     if options.json:
         print_json({"name": info["name"], "version": info["version"]})

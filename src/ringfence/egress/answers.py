@@ -33,7 +33,7 @@ def answer(door: Door, error: Refused | Unreachable | BadMessage) -> tuple[Respo
         )
     else:
         status, code, message = error.status, error.code, str(error)
-        name = "egress_failed" if isinstance(error, Unreachable) else "bad_request"
+        name, hint = ("egress_failed", error.hint) if isinstance(error, Unreachable) else ("bad_request", "")
     details["code"] = code
     body = {"error": {"code": name, "message": message, "hint": hint, "details": details}}
     data = json.dumps(body).encode() + b"\n"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ringfence.egress.names import Host
 
 _MOST_OF_ONE = 32  # questions of one sandbox at once
+_MOST_PATH = 2000  # letters of a path that are shown
 _DENIED_FOR = 60.0  # seconds that a denial answers the same question again
 
 
@@ -40,7 +41,7 @@ class _Question:
         found = {
             "id": self.id, "sandbox": spec.sandbox, "project": spec.project, "task": spec.task,
             "host": str(self.host), "port": self.port, "protocol": self.protocol,
-            "method": self.method or None, "path": self.path or None, "at": round(self.at, 3),
+            "method": self.method or None, "path": self.path[:_MOST_PATH] or None, "at": round(self.at, 3),
             "expires": round(self.expires, 3),
         }  # fmt: skip
         return {key: value for key, value in found.items() if value not in (None, "")}
@@ -73,9 +74,10 @@ class Questions:
         if self._denied.get(key, 0.0) > time.monotonic():
             return decision
         mine = [one for one in self._open.values() if one.door is door]
+        # Whoever says yes to one thing has not said it to another protocol.
+        asked = (host, port, protocol, method, path)
         question = next(
-            (one for one in mine if (one.host, one.port, one.method, one.path) == (host, port, method, path)),
-            None,
+            (one for one in mine if (one.host, one.port, one.protocol, one.method, one.path) == asked), None
         )
         if question is None:
             if len(mine) >= _MOST_OF_ONE:

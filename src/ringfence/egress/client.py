@@ -10,6 +10,7 @@ import pwd
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _START = 30.0  # seconds for the process to come up
 _CALL = 60.0
 _BACKOFF = (0.05, 5.0)  # seconds between tries: the first, the longest
 _MOST_EVENTS = 10_000
+_POSTS = 8  # questions that are posted at once
 
 
 def egress_user() -> int:
@@ -45,6 +47,7 @@ class Doors:
     def __init__(self, folder: Path, settings: dict[str, Any], webhook: str = "") -> None:
         self._folder = folder
         self._webhook = webhook
+        self._posting: ThreadPoolExecutor | None = None
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
         self._messages: Messages | None = None
@@ -263,7 +266,11 @@ class Doors:
         """Post a question; an answer in the response is taken."""
         from ringfence.egress.webhook import post
 
-        answered = await asyncio.to_thread(post, self._webhook, event)
+        # Not the loop's own threads: a slow program, asked by what is inside, must not hold up others' work.
+        if self._posting is None:
+            self._posting = ThreadPoolExecutor(_POSTS, "egress-webhook")
+        loop = asyncio.get_running_loop()
+        answered = await loop.run_in_executor(self._posting, post, self._webhook, event)
         if answered is not None:
             with contextlib.suppress(RingfenceError):
                 await self.answer(event["id"], answered["allow"], remember=answered["remember"])
@@ -446,6 +453,8 @@ class Doors:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._specs.clear()
+        if self._posting is not None:
+            self._posting.shutdown(wait=False, cancel_futures=True)
         if self._messages is not None:
             self._messages.close()  # the process ends by itself when we have gone
         process, self._process = self._process, None

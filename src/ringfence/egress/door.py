@@ -7,12 +7,13 @@ it) goes into the log as ``reported`` and decides nothing.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
+from ringfence.egress.bounded import Patterns
 from ringfence.egress.inference import Guard
+from ringfence.egress.log import Share
 from ringfence.egress.meter import OverBudget
 from ringfence.egress.names import Address, BadHost, Host, parse_host
 from ringfence.egress.outward import Pool
@@ -168,13 +169,13 @@ class Door:
         self.answers: list[Rule] = []  # rules that somebody's answers have added
         self.network = policies.network_from_dict(spec.network)
         self.project_budget = _budget(spec.project_budget)
-        self.patterns = [re.compile(text) for text in self.network.redact]
+        self.patterns = Patterns(self.network.redact)
         self.guard = None if self.network.inference is None else Guard(self.network.inference)
         self.rules = self._rules()
         self.pool = Pool(self)
         self.flows: set[Flow] = set()
         self.revoked = set(spec.revoked)  # of the family: their placeholders are worth nothing any more
-        self.refusals, self.refused_at, self.left_out = 500.0, time.monotonic(), 0
+        self.share = Share()
         self.closed = False
 
     def _rules(self) -> Rules:
@@ -188,7 +189,7 @@ class Door:
             PolicyError: the rules are wrong; the old ones stay.
         """
         self.network = policies.network_from_dict(network)
-        self.patterns = [re.compile(text) for text in self.network.redact]
+        self.patterns = Patterns(self.network.redact)
         self.guard = None if self.network.inference is None else Guard(self.network.inference)
         self.rules = self._rules()
         self.pool.drop()
@@ -226,8 +227,12 @@ class Door:
 
     def _still(self, flow: Flow) -> Decision | None:
         """Why an open connection may not go on; ``None``: it may."""
-        if flow.host is None or flow.rule is None or flow.rule.origin == "inference":
+        if flow.host is None or flow.rule is None:
             return None
+        if flow.rule.origin == "inference":
+            if self.guard is not None and self.guard.rule.key == flow.rule.key:
+                return None
+            return Decision(False, "no_rule", None, "the policy has another inference now, or none")
         if flow.method:
             scheme = "https" if flow.protocol == "tls" else "http"
             decision = self.rules.request(flow.host, flow.port, scheme, flow.method, flow.path)
@@ -287,25 +292,36 @@ class Door:
         if PLACEHOLDER.search(host.name):
             self.engine.alarm(self, "a name", str(host)[:100])
             raise refused("placeholder", "a placeholder of a secret in the name of a host")
-        decision = self._judge(host, port, protocol, method, path)
-        if not decision.allowed and decision.unknown:
-            rule = flow.allows(host, port, protocol, method, path)
-            if rule is not None:
-                decision = Decision(True, "asked", rule)
-            else:
-                decision = await self.engine.unknown(self, flow, host, port, protocol, method, path, decision)
-                if decision.allowed and decision.rule is not None:
-                    flow.answered.append(decision.rule)
-        if not decision.allowed or decision.rule is None:
-            raise Refused(decision)
-        rule = decision.rule
-        if self.closed:
-            raise refused("closed", "the door is closed")
-        found = await self.engine.upstreams.resolve(host)
-        good, decision = self.rules.address(rule, host, found)
+        while True:
+            rules = self.rules
+            decision = await self._decided(flow, host, port, protocol, method, path)
+            if not decision.allowed or decision.rule is None:
+                raise Refused(decision)
+            rule = decision.rule
+            if self.closed:
+                raise refused("closed", "the door is closed")
+            found = await self.engine.upstreams.resolve(host)
+            if self.rules is rules:
+                break  # else the rules have changed while a name was asked for: it is theirs to say
+        good, decision = rules.address(rule, host, found)
         if not decision.allowed:
             raise Refused(decision)
         return Grant(host, port, rule, tuple(good))
+
+    async def _decided(
+        self, flow: Flow, host: Host, port: int, protocol: str | None, method: str, path: str
+    ) -> Decision:
+        """What the rules say, or somebody who is asked."""
+        decision = self._judge(host, port, protocol, method, path)
+        if decision.allowed or not decision.unknown:
+            return decision
+        rule = flow.allows(host, port, protocol, method, path)
+        if rule is not None:
+            return Decision(True, "asked", rule)
+        decision = await self.engine.unknown(self, flow, host, port, protocol, method, path, decision)
+        if decision.allowed and decision.rule is not None:
+            flow.answered.append(decision.rule)
+        return decision
 
     def _judge(self, host: Host, port: int, protocol: str | None, method: str, path: str) -> Decision:
         if method:

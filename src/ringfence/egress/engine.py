@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ringfence.egress.asking import Questions, answer_rule
 from ringfence.egress.authority import Authorities
@@ -17,14 +18,16 @@ from ringfence.egress.meter import Meter, OverBudget
 from ringfence.egress.names import Host
 from ringfence.egress.policy import Decision, Rule
 from ringfence.egress.recording import Records, Taking
-from ringfence.egress.redaction import Redactor
+from ringfence.egress.redaction import Redactors
 from ringfence.egress.resolver import CachingResolver, DnsResolver, Resolver, SystemResolver
 from ringfence.egress.secrets import SecretStore
 from ringfence.egress.throttle import Bucket, Buckets
 from ringfence.egress.upstream import Upstreams
 from ringfence.model.values import dataclass
 
-_REFUSALS, _BURST = 20.0, 500.0  # of one sandbox that are written down: a second, and at once
+T = TypeVar("T")
+_LIGHT = 64 * 1024  # bytes that may be looked through at once
+_MOST_PATH = 2000  # letters of a path in the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +63,19 @@ class Engine:
         self.authorities = Authorities(folder, self.key)
         self.meter = Meter(folder / "usage")
         self.secrets = SecretStore(folder, self.key)
-        self.redactor = Redactor()
-        self.records = Records(folder, self.redactor)
+        self.redactors = Redactors()
+        self.records = Records(folder, self.redactors)
         self.questions = Questions(self._emit)
         self.meter.emit = self._emit
         self.log = ConnectionLog(folder / "connections.jsonl")
         self.emit: Callable[[dict[str, Any]], None] = emit or (lambda event: None)
         self.meter.start()
+        self._heavy = asyncio.Lock()
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self.connections: Counter[str] = Counter()  # open ones, by project
 
     def _emit(self, event: dict[str, Any]) -> None:
-        self.emit(self.redactor.values(event))
+        self.emit(self.redactors.of(str(event.get("project", ""))).values(event))
 
     async def close(self) -> None:
         """Let go of the files."""
@@ -95,6 +99,19 @@ class Engine:
             self.meter.begin(door, rule)
         except OverBudget as error:
             raise Refused(error.decision, 429, error.retry) from None
+
+    async def heavy(self, size: int, work: Callable[[], T]) -> T:
+        """The result of ``work`` on so many bytes. Long ones come one after the other, and leave as much time
+        as they took to everybody else: a loop that serves many must not be one sandbox's.
+        """
+        if size <= _LIGHT:
+            return work()
+        async with self._heavy:
+            began = time.process_time()
+            try:
+                return work()
+            finally:
+                await asyncio.sleep(min(time.process_time() - began, 1.0))
 
     def disconnected(self, project: str) -> None:
         """A connection of one of its sandboxes is over."""
@@ -120,13 +137,19 @@ class Engine:
             if bandwidth is None:
                 continue
             bucket = self._buckets.get((owner, way))
-            if bucket is None or bucket.rate != bandwidth / 8:
+            if bucket is None:
                 bucket = self._buckets[owner, way] = Bucket(bandwidth / 8)
+            elif bucket.rate != bandwidth / 8:
+                bucket.change(bandwidth / 8)
             found.append(bucket)
         return found[0] if len(found) == 1 else Buckets(found)
 
     def closed(self, door: Door, *, forget: bool) -> None:
         """A door has closed; ``forget``: its sandbox is no more."""
+        if left := door.share.left_out():
+            spec = door.spec
+            line = {"at": round(time.time(), 3), "sandbox": spec.sandbox, "project": spec.project}
+            self.log.write(line | {"task": spec.task, "decision": "allowed", "code": "left_out"} | left)
         if forget:
             self.meter.forget(door.spec.sandbox)
         self.records.forget(door.spec.sandbox)
@@ -154,11 +177,8 @@ class Engine:
 
     def record(self, door: Door, flow: Flow, decision: Decision, more: dict[str, Any]) -> None:
         """One line of the connection log, and an event if something was denied."""
-        if not decision.allowed:
-            if self._quiet(door):
-                return
-            if door.left_out:
-                more, door.left_out = more | {"left_out": door.left_out}, 0
+        if not decision.allowed and door.share.refusal():
+            return
         line: dict[str, Any] = {
             "at": round(time.time(), 3),
             "id": flow.id,
@@ -179,27 +199,19 @@ class Engine:
         line |= decision.as_dict() | more
         if decision.allowed and door.network.record == "none":
             return
+        path = line.get("path")
+        if isinstance(path, str) and len(path) > _MOST_PATH:
+            line |= {"path": path[:_MOST_PATH], "path_cut": len(path)}
         line = {key: value for key, value in line.items() if value is not None and value != ""}
         # In most lines there is nothing to find; what JSON would have escaped is looked for in each value.
-        if door.patterns or self.redactor.finds("\0".join(map(str, line.values()))):
-            line = self.redactor.values(line, door.patterns)
-        self.log.write(line)
+        redactor = self.redactors.of(door.spec.project)
+        if door.patterns or redactor.finds("\0".join(map(str, line.values()))):
+            line = redactor.values(line, door.patterns)
+        if decision.allowed and door.share.passed((flow.host, flow.port), line):
+            return
+        self.log.write(line | door.share.left_out())
         if not decision.allowed:
             self.emit({"event": "egress.denied", **line})
-
-    def _quiet(self, door: Door) -> bool:
-        """Whether a refusal is one too many to be written down: a sandbox must not be able to push what
-        others did out of the log by being refused. The next line says how many were left out.
-        """
-        now = time.monotonic()
-        level = min(_BURST, door.refusals + (now - door.refused_at) * _REFUSALS)
-        door.refused_at = now
-        if level < 1:
-            door.refusals = level
-            door.left_out += 1
-            return True
-        door.refusals = level - 1
-        return False
 
     def keep(self, door: Door, flow: Flow, taking: Taking, decision: Decision) -> None:
         """Keep what was said."""

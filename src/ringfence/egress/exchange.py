@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ringfence.egress import injection
@@ -85,7 +86,6 @@ class _Body:
         self.length = length
         self.whole = whole
         self.begun = False
-        self._bucket = exchange.door.engine.bucket_out(exchange.door)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """See ``Sending``."""
@@ -99,8 +99,9 @@ class _Body:
             if b"rfsecret0" in window.lower() and _BYTES_PLACEHOLDER.search(window):
                 raise self._exchange.alarm("the body")
             tail = window[-PLACEHOLDER_SIZE:]
-            if self._bucket is not None:
-                await self._bucket.take(len(data))
+            door = self._exchange.door
+            if (bucket := door.engine.bucket_out(door)) is not None:
+                await bucket.take(len(data))
             if self._exchange.taking is not None:
                 self._exchange.taking.sent(data)
             yield data
@@ -230,8 +231,9 @@ class Exchange:
         elif request.length != 0:
             body = await self.front.ready()
         if guard is not None and reads and body is not None:
+            kind = injection.content_type(headers)
             try:
-                body, masked = guard.body(injection.content_type(headers), body)
+                body, masked = await self.door.engine.heavy(len(body), partial(guard.body, kind, body))
             except Refusal as error:
                 raise refused(error.code, f"the inference guard: {error}") from None
             if masked:
@@ -262,14 +264,17 @@ class Exchange:
             values = {name: await store.value(spec.project, name) for name in names}
             bound = await store.bound(self.door.family(), names) if found else {}
         except SecretsUnavailable as error:
-            raise Unreachable(f"{error.message}; nothing was sent", 503, error.code) from None
+            raise Unreachable(f"{error.message}; nothing was sent", 503, error.code, error.hint) from None
         if found - bound.keys():
             raise self.alarm("the request")
         self._secrets = [*values.values(), *(value for value in values.values() if ":" in value)]
-        self.door.engine.redactor.learn(values.values())
+        self.door.engine.redactors.of(spec.project).learn(values.values())
         try:
-            swapped = injection.swap(outgoing, {mark: values[name] for mark, name in bound.items()})
-            return injection.apply(inject, values, swapped)
+            marks = {mark: values[name] for mark, name in bound.items()}
+            return await self.door.engine.heavy(
+                len(outgoing.body or b""),
+                lambda: injection.apply(inject, values, injection.swap(outgoing, marks)),
+            )
         except CannotInject as error:
             raise refused("inject", f"no place for the credential: {error}", 400) from None
 
@@ -350,7 +355,7 @@ class Exchange:
             )  # fmt: skip
         counts = self.door.engine.meter.counts_tokens(self.door, rule)
         tail = b""
-        bucket = self.door.engine.bucket_in(self.door)
+        engine, door = self.door.engine, self.door
         ended = False
         try:
             await front.start(response)
@@ -358,7 +363,7 @@ class Exchange:
             pieces = upstream.body(response) if whole is None else _one(whole)
             with upstream.patience(self.door.network.idle_timeout) as patience:
                 async for data in pieces:
-                    if bucket is not None:
+                    if (bucket := engine.bucket_in(door)) is not None:
                         await bucket.take(len(data))
                     flow.back(len(data))
                     if self._secrets:

@@ -116,12 +116,12 @@ def _with_field(request: Outgoing, name: str, value: str) -> Outgoing:
     elif kind == "application/json" or kind.endswith("+json"):
         try:
             document = json.loads(body)
-        except ValueError:
+            if not isinstance(document, dict):
+                raise CannotInject("the body is no JSON object")
+            document[name] = value
+            data = json.dumps(document).encode()
+        except (ValueError, RecursionError):
             raise CannotInject("the body is not the JSON that it says it is") from None
-        if not isinstance(document, dict):
-            raise CannotInject("the body is no JSON object")
-        document[name] = value
-        data = json.dumps(document).encode()
     else:
         raise CannotInject(f"a body of type {kind[:60] or 'unknown'} has no fields; send JSON or a form")
     return Outgoing(request.method, request.host, request.target, request.headers, data)

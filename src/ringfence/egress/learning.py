@@ -30,7 +30,9 @@ def propose(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
         one = seen.setdefault((str(host), port), {"protocol": set(), "requests": {}, "addresses": set()})
         one["protocol"].add(line.get("protocol"))
         if line.get("method"):
-            one["requests"].setdefault(str(line["method"]), set()).add(str(line.get("path") or "*"))
+            one["requests"].setdefault(str(line["method"]), set()).add(
+                "*" if line.get("path_cut") else str(line.get("path") or "*")
+            )
         address = line.get("address")
         if address and host.name:
             found = parse_host(str(address)).address

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ringfence.model.errors import InvalidRequest
+
 MOST = 4 * 1024 * 1024  # bytes of one message
 Handler = Callable[[dict[str, Any], list[int]], None]
 
@@ -35,12 +37,23 @@ class Messages:
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, message: dict[str, Any], *descriptors: int) -> None:
-        """Send a message. Its descriptors are closed when they are sent, or can't be."""
+        """Send a message. Its descriptors are closed when they are sent, or can't be.
+
+        Raises:
+            InvalidRequest: it is too long, and no answer (in whose place an error is sent).
+        """
         if self.closed:
             for descriptor in descriptors:
                 os.close(descriptor)
             return
         data = json.dumps(message | ({"descriptors": len(descriptors)} if descriptors else {})).encode()
+        if len(data) > MOST:  # the other end would hang up, and with it every door
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if "result" not in message:
+                raise InvalidRequest("that is too much for one message to the egress proxy")
+            error = InvalidRequest("the egress proxy has more to say than one message holds").as_dict()
+            data, descriptors = json.dumps({"number": message["number"], "error": error}).encode(), ()
         self._outgoing.append((len(data).to_bytes(4) + data, descriptors))
         if self._sender is None:
             self._sender = self._loop.create_task(self._send())

@@ -130,8 +130,16 @@ class Meter:
         """Requests, bytes out, bytes in and money of ``sandbox/ID``, ``project/ID`` or ``rule/ID/RULE``."""
         return [
             mine + theirs
-            for mine, theirs in zip(self._get(key), self._others.get(key, _NOTHING), strict=True)
+            for mine, theirs in zip(
+                self._own.get(key, _NOTHING), self._others.get(key, _NOTHING), strict=True
+            )
         ]
+
+    def seen(self, key: str) -> Counts:
+        """The same, and what others have counted until a second ago."""
+        if self._refreshed < time.monotonic() - _FLUSH:
+            self._refresh()
+        return self.used(key)
 
     def _get(self, key: str) -> Counts:
         found = self._own.get(key)

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ringfence.egress.bounded import Patterns
 from ringfence.egress.http1 import Headers, ResponseHead
 from ringfence.egress.log import ConnectionLog
-from ringfence.egress.redaction import Redactor
+from ringfence.egress.redaction import Redactor, Redactors
 
 MOST_BODY = 16 * 1024  # bytes kept of each body
 _ROTATE = 32 * 1024 * 1024
@@ -46,17 +47,16 @@ class Taking:
 class Records:
     """The records of all sandboxes: a file each."""
 
-    def __init__(self, folder: Path, redactor: Redactor) -> None:
+    def __init__(self, folder: Path, redactors: Redactors) -> None:
         self._folder = folder / "records"
-        self._redactor = redactor
+        self._redactors = redactors
         self._logs: dict[str, ConnectionLog] = {}
 
     def write(
-        self, sandbox: str, about: dict[str, Any], taken: Taking, patterns: Iterable[re.Pattern[str]]
+        self, sandbox: str, about: dict[str, Any], taken: Taking, patterns: Patterns | None = None
     ) -> None:
         """Keep an exchange."""
-        patterns = list(patterns)
-        clean = self._redactor
+        clean = self._redactors.of(str(about.get("project", "")))
         entry: dict[str, Any] = about | {
             "method": taken.method,
             "url": clean.target(taken.url, patterns),
@@ -73,26 +73,9 @@ class Records:
                 "size": taken.response_size,
             }
         if taken.level == "bodies":
-            entry["request"] |= self._body(taken.request_body, taken.request_size, patterns)
-            entry.get("response", {}).update(self._body(taken.response_body, taken.response_size, patterns))
+            entry["request"] |= _body(clean, taken.request_body, taken.request_size, patterns)
+            entry.get("response", {}).update(_body(clean, taken.response_body, taken.response_size, patterns))
         self.log(sandbox).write(entry)
-
-    def _body(self, data: bytearray, size: int, patterns: list[re.Pattern[str]]) -> dict[str, Any]:
-        if not data:
-            return {}
-        # What was cut in the middle of a secret must not show its first half.
-        try:
-            text = data.decode()
-            kept: dict[str, Any] = {"body": self._redactor.text(text, patterns)}
-        except UnicodeDecodeError:
-            latin = self._redactor.text(data.decode("latin-1"), patterns)
-            kept = {
-                "body": base64.b64encode(latin.encode("latin-1", "replace")).decode(),
-                "encoding": "base64",
-            }
-        if size > len(data):
-            kept["cut"] = True
-        return kept
 
     def log(self, sandbox: str) -> ConnectionLog:
         """The file of a sandbox."""
@@ -112,6 +95,27 @@ class Records:
         """Let go of the files."""
         for sandbox in list(self._logs):
             self.forget(sandbox)
+
+
+def _body(clean: Redactor, data: bytearray, size: int, patterns: Patterns | None) -> dict[str, Any]:
+    if not data:
+        return {}
+    cut = size > len(data)
+    try:
+        text, encoded = data.decode(), False
+    except UnicodeDecodeError as error:
+        # A letter that was cut does not make it less of a text.
+        encoded = not cut or error.start < len(data) - 3
+        text = data.decode("latin-1") if encoded else data[: error.start].decode()
+    if cut and (half := clean.begun(text)):
+        text = text[:-half]  # what was cut in the middle of a secret must not show its first half
+    text = clean.text(text, patterns)
+    if not encoded:
+        kept: dict[str, Any] = {"body": text}
+    else:
+        raw = text.encode("latin-1", "replace")
+        kept = {"body": base64.b64encode(raw).decode(), "encoding": "base64"}
+    return kept | ({"cut": True} if cut else {})
 
 
 def har(entries: Iterable[dict[str, Any]], version: str = "") -> dict[str, Any]:

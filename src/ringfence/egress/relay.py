@@ -13,8 +13,9 @@ from ringfence.egress.throttle import Bucket, Buckets
 
 async def relay(flow: Flow, inner: Stream, outer: Stream, idle: float) -> str:
     """Copy until both sides have ended, one breaks, or nothing moves for ``idle`` seconds; says which."""
-    out = asyncio.ensure_future(_pump(inner, outer, flow.out, flow.door.engine.bucket_out(flow.door)))
-    back = asyncio.ensure_future(_pump(outer, inner, flow.back, flow.door.engine.bucket_in(flow.door)))
+    engine = flow.door.engine
+    out = asyncio.ensure_future(_pump(inner, outer, flow.out, lambda: engine.bucket_out(flow.door)))
+    back = asyncio.ensure_future(_pump(outer, inner, flow.back, lambda: engine.bucket_in(flow.door)))
     try:
         while True:
             left = flow.active + idle - time.monotonic()
@@ -37,10 +38,10 @@ async def relay(flow: Flow, inner: Stream, outer: Stream, idle: float) -> str:
 
 
 async def _pump(
-    source: Stream, target: Stream, count: Callable[[int], None], bucket: Bucket | Buckets | None
+    source: Stream, target: Stream, count: Callable[[int], None], held: Callable[[], Bucket | Buckets | None]
 ) -> None:
     while data := await source.read():
-        if bucket is not None:
+        if (bucket := held()) is not None:  # asked anew: limits change while connections are open
             await bucket.take(len(data))
         count(len(data))  # before it is sent: what is counted is never too little
         await target.write(data)

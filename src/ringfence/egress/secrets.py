@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from ringfence.egress.keys import MasterKey, SecretsUnavailable, derive, give, seal, unseal
-from ringfence.model.errors import InvalidRequest, NotFound
+from ringfence.model.errors import InvalidRequest, NotFound, QuotaExceeded
 from ringfence.model.values import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 PLACEHOLDER = re.compile(r"rfsecret0[a-z2-7]{32}", re.ASCII | re.IGNORECASE)
 PLACEHOLDER_SIZE = 41
 MOST_VALUE = 32 * 1024  # bytes
+MOST_SECRETS, MOST_SEALED = 1000, 1024 * 1024  # of one project: every proxy reads all projects' file
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class SecretStore:
         """Store a secret, or rotate it: the next request uses the new value.
 
         Raises:
-            InvalidRequest: the name or value can't be one.
+            InvalidRequest: the name or value can't be one. QuotaExceeded: the project has too many.
             SecretsUnavailable: there is no key, or the file can't be written.
         """
         if not NAME.fullmatch(name):
@@ -101,6 +102,12 @@ class SecretStore:
             version = int(entries.get(about, {}).get("version", 0)) + 1
             now = time.time()
             sealed = base64.b64encode(seal(key, data, f"{about}#{version}")).decode()
+            own = [one for key, one in entries.items() if key.rpartition("/")[0] == project and key != about]
+            if len(own) >= MOST_SECRETS or sum(len(one["sealed"]) for one in own) > MOST_SEALED:
+                raise QuotaExceeded(
+                    f"the project has {len(own)} secrets, as many as it may or as long as they may be",
+                    hint="remove those that are not used any more",
+                )
             entries[about] = {"version": version, "changed": now, "sealed": sealed}
         return SecretInfo(name, project, version, now)
 
@@ -121,7 +128,9 @@ class SecretStore:
         """
         with self._changing() as entries:
             if entries.pop(f"{project}/{name}", None) is None:
-                raise NotFound(f"there is no secret {name[:70]!r}")
+                raise NotFound(
+                    f"there is no secret {name[:70]!r}", hint="`ringfence egress secret ls` lists them"
+                )
 
     async def value(self, project: str, name: str) -> str:
         """For the proxy alone.

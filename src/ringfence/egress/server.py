@@ -280,7 +280,7 @@ class Server:
     async def _do_secret_put(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         value = str(message["value"])
         info = await self.engine.secrets.put(str(message["project"]), str(message["name"]), value)
-        self.engine.redactor.learn([value])
+        self.engine.redactors.of(info.project).learn([value])
         return asdict(info)
 
     async def _do_secret_list(self, message: dict[str, Any], descriptors: list[int]) -> list[dict[str, Any]]:
@@ -292,7 +292,7 @@ class Server:
         return {}
 
     async def _do_usage(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        requests, sent, received, spend = self.engine.meter.used(str(message["of"]))
+        requests, sent, received, spend = self.engine.meter.seen(str(message["of"]))
         return {"requests": int(requests), "sent": int(sent), "received": int(received), "spend": spend}
 
     async def _do_metrics(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:

@@ -11,10 +11,14 @@ class Bucket:
     """Lets ``rate`` bytes a second through on average, and a twentieth of a second's worth at once."""
 
     def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self._burst = max(rate / 20, 1500.0)
+        self.change(rate)
         self._level = self._burst
         self._at = time.monotonic()
+
+    def change(self, rate: float) -> None:
+        """Another rate from now on. What was taken stays taken."""
+        self.rate = rate
+        self._burst = max(rate / 20, 1500.0)
 
     async def take(self, count: int) -> None:
         """Return when ``count`` bytes may pass. More than the bucket holds is a debt that is waited for."""

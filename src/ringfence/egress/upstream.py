@@ -25,10 +25,11 @@ _REST = (2.0, 60.0)  # seconds: the first, the longest
 class Unreachable(Exception):
     """A destination can't be reached, or is not who it should be. ``status`` and ``code``: the answer."""
 
-    def __init__(self, why: str, status: int = 502, code: str = "unreachable") -> None:
+    def __init__(self, why: str, status: int = 502, code: str = "unreachable", hint: str = "") -> None:
         super().__init__(why)
         self.status = status
         self.code = code
+        self.hint = hint
 
 
 class Breaker:

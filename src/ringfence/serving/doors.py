@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,8 +147,38 @@ class ServiceDoors:
         """The newest lines of the log about one sandbox, oldest first. Reads files."""
         from ringfence.egress.log import ConnectionLog
 
-        lines = ConnectionLog(self._folder / "connections.jsonl").read()
-        return list(deque((line for line in lines if line.get("sandbox") == sandbox), maxlen=limit))
+        return ConnectionLog(self._folder / "connections.jsonl").newest(sandbox, limit)
+
+    async def questions(self) -> list[dict[str, Any]]:
+        """All that are open, at the doors of other API processes of this machine, too."""
+        found = {each["id"]: each for each in await self.doors.pending()}
+        for each in await asyncio.to_thread(self._visited, "pending"):
+            found.update({one["id"]: one for one in each})
+        return list(found.values())
+
+    async def answer(self, question: str, allow: bool, *, remember: bool) -> dict[str, Any]:
+        """Answer one, wherever it is held.
+
+        Raises:
+            NotFound: none such is open (any more).
+        """
+        try:
+            return await self.doors.answer(question, allow, remember=remember)
+        except NotFound:
+            values = {"id": question, "allow": allow, "remember": remember}
+            for each in await asyncio.to_thread(self._visited, "answer", **values):
+                return dict(each)
+            raise
+
+    def _visited(self, command: str, **values: Any) -> list[Any]:
+        """What the proxies of all API processes say to a command; those that refuse it say nothing."""
+        from ringfence.egress.visiting import visits
+
+        found = []
+        for visit in visits(self._folder):
+            with contextlib.suppress(RingfenceError):
+                found.append(visit.call(command, **values))
+        return found
 
     async def look(self) -> None:
         """Keep what is ours, take over what is nobody's, let go of what has ended."""

@@ -65,7 +65,7 @@ async def test_no_secret_no_request(
         (folder / "key").write_bytes(base64.b64encode(os.urandom(32)))
         ca = await door.ca()
         _, out, _ = await door.curl("--cacert", ca, url)  # there is a key, but no such secret
-        assert " 503 " in out and "secrets_unavailable" in out
+        assert " 503 " in out and "secrets_unavailable" in out and "ringfence egress secret set key" in out
         await door.engine.secrets.put("", "key", SECRET)
         _, out, _ = await door.curl("--cacert", ca, url)
         assert " 200 " in out

@@ -73,7 +73,7 @@ async def remove_secret(call: Call) -> None:
 
 
 async def _questions(call: Call) -> list[dict[str, Any]]:
-    found = await _doors(call).doors.pending()
+    found = await _doors(call).questions()
     return [each for each in found if each.get("project") == call.principal.project]
 
 
@@ -91,7 +91,7 @@ async def answer_question(call: Call, body: Decide) -> dict[str, Any]:
         raise NotFound(
             f"no question {number[:64]} is open", hint="GET /v1/egress/questions shows those there are"
         )
-    return dict(await _doors(call).doors.answer(number, body.allow, remember=body.remember))
+    return dict(await _doors(call).answer(number, body.allow, remember=body.remember))
 
 
 @routes.post("/v1/sandboxes/{sandbox}/placeholders/revoke", body=Revoke, answer=Sandbox)
