@@ -229,6 +229,7 @@ class Core:
         event: str = "",
         data: Mapping[str, Any] | None = None,
         drop: Sequence[str] = (),
+        more: Mapping[str, Sequence[str]] | None = None,
         **document: Any,
     ) -> Sandbox:
         """One transition: one commit of the row with its event. Gives way to changes by others meanwhile.
@@ -243,6 +244,7 @@ class Core:
             event: its name; by default the new state.
             data: of the event.
             drop: keys of the document to remove.
+            more: keys that are lists, which get these too: also what others put there meanwhile stays.
             document: keys to set.
 
         Raises:
@@ -258,7 +260,9 @@ class Core:
             if token is not None and sandbox.document.get("actor") != token:
                 raise LeaseLost(f"another process acts on {sandbox.id}")
             try:
-                return await self._write(sandbox, to, labels, changes, event, data or {}, drop, document)
+                return await self._write(
+                    sandbox, to, labels, changes, event, data or {}, drop, document, more or {}
+                )
             except (LeaseLost, IdempotencyConflict):
                 raise
             except Conflict:
@@ -280,11 +284,14 @@ class Core:
         data: Mapping[str, Any],
         drop: Sequence[str],
         document: Mapping[str, Any],
+        more: Mapping[str, Sequence[str]],
     ) -> Sandbox:
         state = sandbox.state if to is None else to
         if state is not sandbox.state and not may_follow(sandbox.state, state):
             raise wrong_state(sandbox, state)
         merged = {**sandbox.document, **document}
+        for key, values in more.items():
+            merged[key] = list(dict.fromkeys((*sandbox.document.get(key, ()), *values)))
         for key in drop:
             merged.pop(key, None)
         row = replace(

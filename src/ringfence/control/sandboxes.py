@@ -146,6 +146,10 @@ class Sandboxes:
             raise WrongState(f"snapshot {request.snapshot} is {row.state}", hint="wait until it is ready")
         saved = from_dict(row.document["policy"])
         policy = request.policy
+        source = str(row.document["sandbox"])
+        revoked = [*row.document.get("revoked", ())]
+        with contextlib.suppress(NotFound):  # what was taken back since it was saved stays taken back
+            revoked += Sandbox.from_row(await self.core.store.get(KIND, source)).revoked
         if policy.wall.digest() != saved.wall.digest():
             if policy.wall.digest() != Policy().wall.digest():
                 raise InvalidRequest(
@@ -157,8 +161,8 @@ class Sandboxes:
             snapshot=row.id,
             policy=policy,
             template=str(row.document["template"]),
-            lineage=tuple(row.document.get("lineage") or (row.document["sandbox"],)),
-            revoked=tuple(row.document.get("revoked", ())),
+            lineage=tuple(row.document.get("lineage") or (source,)),
+            revoked=tuple(dict.fromkeys(revoked)),
         )
 
     async def on_demand(
@@ -407,18 +411,17 @@ class Sandboxes:
             raise wrong_state(sandbox)
         named = list(sandbox.lineage if sandboxes is None else sandboxes)
         for each in named:
-            if each not in sandbox.family:
+            if each not in (id, *sandbox.lineage):
                 raise InvalidRequest(
                     f"sandbox {id} has no placeholders of {each[:60]}",
                     hint="name it or one that it is a copy of; without names all that it inherited",
                 )
-        revoked = list(dict.fromkeys((*sandbox.revoked, *named)))
         changed = await self.core.change(
             sandbox,
             expect=set(VISIBLE) - FINAL,
             event="revoked",
             data={"placeholders_of": named},
-            revoked=revoked,
+            more={"revoked": named},
         )
         if self.starting.doors is not None:
             await self.starting.doors.refresh(changed)
@@ -464,6 +467,8 @@ class Sandboxes:
         self, principal: Principal, sandbox: Sandbox, count: int, kind: str | None
     ) -> List[Sandbox]:
         saved = await self.powers.snapshot(sandbox, kind=kind, temporary=True)
+        with contextlib.suppress(NotFound):  # placeholders may have been taken back while it was saved
+            sandbox = await self.get(principal, sandbox.id)
         request = CreateSandbox(
             policy=from_dict(dict(sandbox.policy)),
             template=sandbox.template,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from control_world import ALICE, Fault, World, asked, rows_of, state_of, until
 
-from ringfence.control.records import KIND, Sandbox
+from ringfence.control.records import KIND, MOST_LINEAGE, Sandbox
 from ringfence.control.service import Control
 from ringfence.model.errors import (
     DeadlineExceeded,
@@ -398,6 +398,33 @@ async def test_snapshot_restore_and_fork(world: World, control: Control) -> None
     assert set(world.machine.snapshots) == {saved.id}
     await control.powers.remove_snapshot(await control.powers.find_snapshot("default", "mine"))
     assert not world.machine.snapshots
+
+
+async def test_what_is_taken_back_stays_taken_back(control: Control) -> None:
+    sandboxes = control.sandboxes
+    made = await sandboxes.create(ALICE, asked())
+    (copy,) = await sandboxes.fork(ALICE, made.id)
+    assert (copy.lineage, copy.revoked) == ((made.id,), ())  # the control
+    saved = await sandboxes.snapshot(ALICE, copy.id)
+    # Two at once: neither is lost, though both have read the same.
+    await asyncio.gather(sandboxes.revoke(ALICE, copy.id), sandboxes.revoke(ALICE, copy.id, [copy.id]))
+    both = {made.id, copy.id}
+    assert set((await sandboxes.get(ALICE, copy.id)).revoked) == both
+    # Also in copies of what was saved before, and in those of copies.
+    again = await sandboxes.create(ALICE, asked(snapshot=saved.id))
+    assert (set(again.lineage), set(again.revoked)) == (both, both)
+    (third,) = await sandboxes.fork(ALICE, again.id)
+    assert both < {*third.lineage} and set(third.revoked) == both
+    assert (await sandboxes.get(ALICE, made.id)).revoked == ()  # of the first it was not asked
+
+
+async def test_the_oldest_of_a_long_lineage_can_be_taken_back(control: Control) -> None:
+    made = await control.sandboxes.create(ALICE, asked())
+    lineage = [f"sb-{number}" for number in range(MOST_LINEAGE)]
+    await control.core.change(made, expect={State.RUNNING}, lineage=lineage)
+    assert (await control.sandboxes.revoke(ALICE, made.id)).revoked == tuple(lineage)
+    with pytest.raises(InvalidRequest):
+        await control.sandboxes.revoke(ALICE, made.id, ["sb-of-nobody"])
 
 
 async def test_a_fork_is_all_or_nothing(world: World, control: Control) -> None:
