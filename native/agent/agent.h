@@ -12,6 +12,7 @@
 #define CHANNELS_MAX 1024
 #define STREAM_COUNT 3
 #define HOST_WINDOW 65536u         /* credit of the host on every channel at its start */
+#define UPLOAD_WINDOW 262144u      /* the same for a running worker that gets more than a little */
 #define GUEST_WINDOW 262144u       /* default credit of the guest */
 #define RING_DEFAULT 262144u
 #define RING_MIN 4096u
@@ -109,6 +110,7 @@ struct channel {
     uint64_t credit[STREAM_COUNT];  /* what may still be sent */
     uint64_t granted[STREAM_COUNT]; /* sum of all CREDIT */
     uint64_t host_credit, host_offset;
+    uint32_t host_window;           /* credit of the host when nothing is under way */
     uint64_t owed;                  /* consumed, credit not given back yet */
 };
 void channel_opened(struct link *link, const struct frame *frame);
@@ -124,6 +126,7 @@ void channel_eof(struct channel *channel, unsigned stream, uint64_t offset);
 void channel_event(struct channel *channel, uint16_t event, const struct writer *fields);
 void channel_close(struct channel *channel);    /* the guest is done; the channel must not be used after */
 void channel_consumed(struct channel *channel, size_t size);
+void channel_widen(struct channel *channel, uint32_t window); /* from now on; no effect if it is no more */
 void channel_ended(struct channel *channel);    /* frees it after telling its owner */
 
 #define CHANNEL_BUCKETS 16

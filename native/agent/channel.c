@@ -53,7 +53,7 @@ static struct channel *channel_new(struct link *link, uint32_t id, uint16_t oper
     channel->link = link;
     channel->id = id;
     channel->operation = operation;
-    channel->host_credit = HOST_WINDOW;
+    channel->host_credit = channel->host_window = HOST_WINDOW;
     channel_windows(channel, GUEST_WINDOW);
     channel->next = *bucket_of(link, id);
     *bucket_of(link, id) = channel;
@@ -145,16 +145,29 @@ void channel_close(struct channel *channel)
     channel->owner = NULL; /* stays until the host has answered */
 }
 
+static void give_credit(struct channel *channel, uint32_t bytes)
+{
+    uint8_t payload[5] = {0};
+    put_u32(payload + 1, bytes);
+    channel->host_credit += bytes;
+    link_send(channel->link, channel->id, FRAME_CREDIT, payload, sizeof payload, NULL, 0);
+}
+
 void channel_consumed(struct channel *channel, size_t size)
 {
     channel->owed += size;
-    if (channel->owed < HOST_WINDOW / 2 || channel->sent_close || channel->host_eof)
+    if (channel->owed < channel->host_window / 2 || channel->sent_close || channel->host_eof)
         return;
-    uint8_t payload[5] = {0};
-    put_u32(payload + 1, (uint32_t)channel->owed);
-    channel->host_credit += channel->owed;
+    give_credit(channel, (uint32_t)channel->owed);
     channel->owed = 0;
-    link_send(channel->link, channel->id, FRAME_CREDIT, payload, sizeof payload, NULL, 0);
+}
+
+void channel_widen(struct channel *channel, uint32_t window)
+{
+    if (channel->host_window >= window || channel->sent_close || channel->host_eof)
+        return;
+    give_credit(channel, window - channel->host_window);
+    channel->host_window = window;
 }
 
 void channel_ended(struct channel *channel)

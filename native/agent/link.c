@@ -29,21 +29,33 @@ static void end_channels(struct link *link)
             channel_ended(link->buckets[i]);
 }
 
-/* One large buffer is kept for the next link that needs it, for as long as there is traffic. */
+/* One large buffer for each direction is kept for the next link that needs it, for as long as there is traffic. */
 #define LARGE (LINK_DATA_HIGH + FRAME_MAX)
 #define SPARE_NS 500000000u
 
-static uint8_t *spare;
+static uint8_t *spare, *spare_input;
 
 static void free_spare(struct timer *timer)
 {
     (void)timer;
     free(spare);
-    spare = NULL;
+    free(spare_input);
+    spare = spare_input = NULL;
     madvise(scratch, sizeof scratch, MADV_DONTNEED); /* it was as large, then */
 }
 
 static struct timer spare_timer = {.expired = free_spare};
+
+static void keep_spare(uint8_t **place, uint8_t *buffer)
+{
+    if (buffer == NULL || *place != NULL) {
+        free(buffer);
+        return;
+    }
+    *place = buffer;
+    if (spare_timer.due == 0)
+        timer_set(&spare_timer, SPARE_NS);
+}
 
 static uint8_t *take_spare(void)
 {
@@ -54,11 +66,9 @@ static uint8_t *take_spare(void)
 
 static void drop_output(struct link *link)
 {
-    if (link->output_capacity == LARGE && spare == NULL) {
-        spare = link->output;
-        if (spare_timer.due == 0)
-            timer_set(&spare_timer, SPARE_NS);
-    } else
+    if (link->output_capacity == LARGE)
+        keep_spare(&spare, link->output);
+    else
         free(link->output);
     link->output = NULL;
     link->output_start = link->output_size = link->output_capacity = 0;
@@ -237,10 +247,11 @@ static size_t parse(struct link *link, const uint8_t *data, size_t size)
 static void keep_input(struct link *link, const uint8_t *data, size_t size)
 {
     if (size == 0) {
-        free(link->input);
+        keep_spare(&spare_input, link->input);
         link->input = NULL;
     } else if (link->input == NULL) {
-        link->input = malloc(FRAME_MAX);
+        link->input = spare_input != NULL ? spare_input : malloc(FRAME_MAX);
+        spare_input = NULL;
         if (link->input == NULL) {
             link_violation(link);
             size = 0;

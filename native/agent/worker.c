@@ -22,8 +22,8 @@ struct worker {
     size_t size;
     uint16_t operation;
     bool running, replied;
-    uint8_t *held; /* DATA that waits for credit or room */
-    size_t held_size, held_done;
+    uint8_t *held; /* DATA that waits for credit or room: kept once it was needed */
+    size_t held_size, held_done; /* 0: none waits */
     uint64_t sent;
     bool missed; /* events were left out */
 };
@@ -178,42 +178,44 @@ static bool send_data(struct worker *worker, const uint8_t *data, size_t size, s
     return true;
 }
 
-static void take_data(struct worker *worker, const uint8_t *data, size_t size)
+static uint32_t interest(const struct worker *worker)
+{
+    return (worker->held_size == 0 ? EPOLLIN : 0u) | (worker->queue.head != NULL ? EPOLLOUT : 0u);
+}
+
+/* True: the next packet may follow at once. */
+static bool take_data(struct worker *worker, const uint8_t *data, size_t size)
 {
     size_t done = 0;
     if (!sends_data(worker->operation) || !worker->replied || size == 0) {
         worker_fail(worker, EIO, "worker");
-        return;
+        return false;
     }
     if (send_data(worker, data, size, &done))
-        return;
-    if (!budget_take(WORKER_PACKET)) {
-        worker_fail(worker, ENOMEM, "worker");
-        return;
+        return link_room(worker->channel->link) > WORKER_PACKET;
+    if (worker->held == NULL && budget_take(WORKER_PACKET)) {
+        worker->held = malloc(WORKER_PACKET);
+        if (worker->held == NULL)
+            budget_give(WORKER_PACKET);
     }
-    worker->held = malloc(WORKER_PACKET);
     if (worker->held == NULL) {
-        budget_give(WORKER_PACKET);
         worker_fail(worker, ENOMEM, "worker");
-        return;
+        return false;
     }
     memcpy(worker->held, data, size);
     worker->held_size = size;
     worker->held_done = done;
+    loop_arm(&worker->source, interest(worker));
+    return false;
 }
 
-static uint32_t interest(const struct worker *worker)
-{
-    return (worker->held == NULL ? EPOLLIN : 0u) | (worker->queue.head != NULL ? EPOLLOUT : 0u);
-}
-
-static void take_packet(struct worker *worker, const uint8_t *packet, size_t size)
+static bool take_packet(struct worker *worker, const uint8_t *packet, size_t size)
 {
     switch (packet[0]) {
     case FRAME_REPLY: take_reply(worker, packet + 1, size - 1); break;
     case FRAME_ERROR: take_error(worker, packet + 1, size - 1); break;
     case FRAME_EVENT: take_event(worker, packet + 1, size - 1); break;
-    case FRAME_DATA: take_data(worker, packet + 1, size - 1); break;
+    case FRAME_DATA: return take_data(worker, packet + 1, size - 1);
     case FRAME_EOF:
         if (!sends_data(worker->operation) || !worker->replied) {
             worker_fail(worker, EIO, "worker");
@@ -224,6 +226,7 @@ static void take_packet(struct worker *worker, const uint8_t *packet, size_t siz
         break;
     default: worker_fail(worker, EIO, "worker");
     }
+    return false;
 }
 
 /* Writes what the host sent. */
@@ -239,16 +242,18 @@ static void worker_ready(struct source *source, uint32_t events)
     struct worker *worker = (struct worker *)((char *)source - offsetof(struct worker, source));
     if (events & EPOLLOUT)
         worker_write(worker);
-    if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR)) || worker->held != NULL)
+    if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR)) || worker->held_size != 0)
         return;
-    ssize_t got = recv(source->fd, scratch, WORKER_PACKET, MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR || errno == ECONNRESET))
-        return; /* reset: it ended without taking all we sent, which hides its last words only once */
-    if (got <= 0) {
-        worker_fail(worker, EIO, "worker");
-        return;
-    }
-    take_packet(worker, scratch, (size_t)got);
+    ssize_t got;
+    do {
+        got = recv(source->fd, scratch, WORKER_PACKET, MSG_DONTWAIT);
+        if (got < 0 && (errno == EAGAIN || errno == EINTR || errno == ECONNRESET))
+            return; /* reset: it ended without taking all we sent, which hides its last words only once */
+        if (got <= 0) {
+            worker_fail(worker, EIO, "worker");
+            return;
+        }
+    } while (take_packet(worker, scratch, (size_t)got));
 }
 
 static void worker_ended(struct child *child, int status, const struct rusage *usage)
@@ -266,10 +271,22 @@ static void worker_ended(struct child *child, int status, const struct rusage *u
 
 /* --- the channel's calls --- */
 
+/* Nothing waits before it: straight out of the link's buffer. */
+static bool pass_on(const struct worker *worker, const uint8_t *data, size_t size)
+{
+    uint8_t type = FRAME_DATA;
+    struct iovec parts[2] = {{&type, 1}, {(void *)data, size}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    return worker->source.fd >= 0 && worker->queue.head == NULL &&
+           sendmsg(worker->source.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
+}
+
 static void on_data(struct channel *channel, const uint8_t *data, size_t size)
 {
     struct worker *worker = channel->owner;
-    if (!takes_data(worker->operation)) {
+    if (takes_data(worker->operation) && worker->running && channel->host_credit < HOST_WINDOW / 2)
+        channel_widen(channel, UPLOAD_WINDOW); /* there is more to come */
+    if (!takes_data(worker->operation) || pass_on(worker, data, size)) {
         channel_consumed(channel, size);
         return;
     }
@@ -300,11 +317,9 @@ static void on_pump(struct channel *channel)
         worker->missed = false;
         channel_event(channel, 3, &nothing);
     }
-    if (worker->held == NULL || !send_data(worker, worker->held, worker->held_size, &worker->held_done))
+    if (worker->held_size == 0 || !send_data(worker, worker->held, worker->held_size, &worker->held_done))
         return;
-    free(worker->held);
-    budget_give(WORKER_PACKET);
-    worker->held = NULL;
+    worker->held_size = 0;
     loop_arm(&worker->source, interest(worker));
 }
 

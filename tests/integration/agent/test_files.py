@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import struct
+import time
 from pathlib import Path
 
 import pytest
 from wall import (
     CLOSE,
+    CREDIT,
     DATA,
     EOF,
     ERROR,
@@ -126,6 +130,71 @@ def test_write_flags(walled: Wall, client: Client) -> None:
     write(client, "link", b"through")
     assert (walled.work / "link").is_symlink()
     assert (walled.work / "f").read_bytes() == b"through"
+
+
+def test_a_large_write_may_have_more_on_its_way(walled: Wall, client: Client) -> None:
+    """Who sends little is told nothing; who sends more than that gets a wider window."""
+    channel = client.open(WRITE, (1, "f"))
+    data = os.urandom(400_000)
+    offset = client.data(channel, data[:65_000])
+    credit = client.frame(channel)
+    assert credit.type == CREDIT
+    allowed = 65_536 + struct.unpack("<BI", credit.payload)[1]
+    assert allowed == 262_144
+    while offset < allowed:  # nothing else is needed to send all of it
+        offset = client.data(channel, data[offset : min(offset + 60_000, allowed)], offset)
+    while offset < len(data):
+        frame = client.frame(channel)
+        assert frame.type == CREDIT
+        allowed += struct.unpack("<BI", frame.payload)[1]
+        while offset < min(allowed, len(data)):
+            offset = client.data(channel, data[offset : min(offset + 60_000, allowed)], offset)
+    client.eof(channel, offset)
+    while (frame := client.frame(channel)).type == CREDIT:
+        pass
+    assert numbers(frame.payload) == {1: len(data)}
+    assert (walled.work / "f").read_bytes() == data
+
+
+def test_the_wider_window_is_a_bound_too(walled: Wall, client: Client) -> None:
+    """A worker that takes nothing: the agent holds a window and what a socket holds, and hangs up on more."""
+    other = walled.client()
+    channel = other.open(WRITE, (1, "f"))
+    offset, allowed = other.data(channel, bytes(65_000)), 65_536
+    allowed += struct.unpack("<BI", other.frame(channel).payload)[1]
+    (worker,) = Path(f"/proc/{walled.pid}/task/{walled.pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGSTOP)
+    while offset < allowed:
+        while offset < allowed:
+            offset = other.data(channel, bytes(min(60_000, allowed - offset)), offset)
+        other.ping()
+        for frame in other.pending:
+            allowed += struct.unpack("<BI", frame.payload)[1]
+        other.pending.clear()
+        assert allowed < 2_000_000
+    other.data(channel, b"x", offset)
+    with pytest.raises(EOFError):
+        other.until_closed()
+    with contextlib.suppress(ProcessLookupError):  # an abandoned worker is killed after a while
+        os.kill(int(worker), signal.SIGCONT)
+    client.ping()
+
+
+def test_an_agent_that_waits_for_credit_sleeps(walled: Wall, client: Client) -> None:
+    """What a worker sent ahead is held; that there is more of it to read must not keep the agent running."""
+    (walled.work / "f").write_bytes(bytes(500_000))
+    client.auto_credit = False
+    channel = client.open(READ, (1, "f"), (8, 1000))
+    client.reply(channel)
+    assert len(client.frame(channel).payload) == 1009
+    end = time.monotonic() + 60
+    while Path(f"/proc/{walled.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < end, "the agent turns and turns"
+    client.credit(channel, 1, 2**31)
+    got = 1000
+    while (frame := client.frame(channel)).type == DATA:
+        got += len(frame.payload) - 9
+    assert (frame.type, got) == (EOF, 500_000)
 
 
 def test_a_write_that_ends_early_changes_nothing(walled: Wall, client: Client) -> None:
