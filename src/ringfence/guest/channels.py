@@ -277,8 +277,10 @@ class Channel:
             raise
         return self.reply
 
-    async def read(self, stream: int) -> bytes:
+    async def read(self, stream: int, want: int = 1) -> bytes:
         """The next bytes of the only stream; ``b""`` at its end.
+
+        Of what has come already it takes pieces until there are ``want`` bytes; it waits for the first only.
 
         Raises:
             GuestRefused: the operation failed half way, or the guest gave the channel up.
@@ -288,7 +290,13 @@ class Channel:
         while True:
             piece = self.take()
             if piece is not None:
-                return piece[2]
+                if len(piece[2]) >= want or not self._pieces:
+                    return piece[2]
+                found, size = [piece[2]], len(piece[2])
+                while size < want and (piece := self.take()) is not None:
+                    found.append(piece[2])
+                    size += len(piece[2])
+                return b"".join(found)
             if incoming.ended:
                 return b""
             self.check()
@@ -312,7 +320,7 @@ class Channel:
         while len(rest):
             await self._sendable(until)
             count = min(len(rest), self.credit, frames.MAX_DATA)
-            self.wire.write(frames.data_frame(self.number, 0, self._position, rest[:count]))
+            self.wire.write_data(frames.data_head(self.number, 0, self._position, count), rest[:count])
             self.credit -= count
             self._position += count
             rest = rest[count:]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterable
 from typing import NamedTuple
 
-from ringfence.guest.channels import Channel
+from ringfence.guest.channels import DEFAULT_WINDOW, Channel
 from ringfence.guest.fields import Fields, Value, decode
 from ringfence.guest.wire import Wire
 from ringfence.model.errors import GuestRefused, InvalidRequest, ProtocolViolation
@@ -23,6 +23,8 @@ _MOST_CHANGES = 1024  # events that wait for a slow consumer; beyond, they becom
 _MOST_ENTRY = 16 * 1024  # bytes of one listed entry: a path and a target of 4,096 bytes each, and numbers
 _MOST_PATH = 4096  # PATH_MAX
 _LENGTH = struct.Struct("<I")
+_READ_WINDOW = 8 * 61_440  # a multiple of what the agent reads at once: credit cuts no piece in two
+_PIECE = 200_000  # bytes that are handed on at once, if so many have come
 
 Source = bytes | bytearray | memoryview | AsyncIterable[bytes]
 
@@ -56,11 +58,19 @@ class WatchEvent(NamedTuple):
 class Reading:
     """Bytes of a file or an archive, piece by piece; iterate once. Leaving early ends the transfer."""
 
-    def __init__(self, wire: Wire, operation: int, fields: List[tuple[int, Value | None]], what: str) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        operation: int,
+        fields: List[tuple[int, Value | None]],
+        what: str,
+        window: int = DEFAULT_WINDOW,
+    ) -> None:
         self._wire = wire
         self._operation = operation
         self._fields = fields
         self._what = what
+        self._window = window
         self._channel: Channel | None = None
         self._done = False
 
@@ -73,7 +83,9 @@ class Reading:
         Raises:
             GuestRefused: the file can't be read.
         """
-        self._channel = await self._wire.open(self._operation, self._fields, self._what, receives=(1,))
+        self._channel = await self._wire.open(
+            self._operation, self._fields, self._what, receives=(1,), window=self._window
+        )
         return await self._channel.answer()
 
     async def __anext__(self) -> bytes:
@@ -82,7 +94,7 @@ class Reading:
         if self._channel is None:
             await self.open()
         assert self._channel is not None
-        data = await self._channel.read(1)
+        data = await self._channel.read(1, _PIECE)
         if not data:
             await self.aclose()
             raise StopAsyncIteration
@@ -170,7 +182,13 @@ class GuestFiles:
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> Reading:
         """The bytes of a file from ``offset``, at most ``length``: ``async for data in files.read(path)``."""
-        return Reading(self._wire, _READ, [(1, _path(path)), (2, offset), (3, length)], f"read {path}")
+        fields: List[tuple[int, Value | None]] = [
+            (1, _path(path)),
+            (2, offset),
+            (3, length),
+            (8, _READ_WINDOW),
+        ]
+        return Reading(self._wire, _READ, fields, f"read {path}", _READ_WINDOW)
 
     async def read_bytes(self, path: str, limit: int = 16 * 1024 * 1024) -> bytes:
         """The whole file.

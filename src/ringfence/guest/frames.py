@@ -47,13 +47,12 @@ def frame(channel: int, kind: int, payload: bytes = b"") -> bytes:
 
 def data_frame(channel: int, stream: int, offset: int, data: bytes | memoryview) -> bytes:
     """DATA: ``data`` (1 to ``MAX_DATA`` bytes) is at ``offset`` of ``stream``."""
-    return b"".join(
-        (
-            HEADER.pack(len(data) + DATA_HEAD.size, channel, DATA, 0, 0),
-            DATA_HEAD.pack(stream, offset),
-            data,
-        )
-    )
+    return b"".join((data_head(channel, stream, offset, len(data)), data))
+
+
+def data_head(channel: int, stream: int, offset: int, count: int) -> bytes:
+    """What comes before the ``count`` bytes of a DATA frame."""
+    return HEADER.pack(count + DATA_HEAD.size, channel, DATA, 0, 0) + DATA_HEAD.pack(stream, offset)
 
 
 def credit_frame(channel: int, stream: int, count: int) -> bytes:

@@ -356,6 +356,13 @@ class Wire(asyncio.BufferedProtocol):
         elif self._transport is not None and self.failure is None:
             self._transport.write(data)
 
+    def write_data(self, head: bytes, data: memoryview) -> None:
+        """:meth:`write` of a frame in two parts; what can't change is not copied where the loop can do so."""
+        if self._corked is not None or not isinstance(data.obj, bytes):
+            self.write(head + data)
+        elif self._transport is not None and self.failure is None:
+            self._transport.writelines((head, data))
+
     def control(self, data: bytes) -> None:
         """Send a frame that can't wait."""
         self.write(data)

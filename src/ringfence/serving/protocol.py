@@ -92,6 +92,16 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle is not before:
             self.cycle.send = _Answering(self.cycle)  # type: ignore[method-assign]
 
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body. uvicorn adds it to what nobody took yet; to nothing, it need not be copied."""
+        if self.cycle is not None:
+            held = self.cycle.body
+            if not held:
+                self.cycle.body = b""  # type: ignore[assignment]
+            elif isinstance(held, bytes):
+                self.cycle.body = bytearray(held)  # many small pieces grow in place
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The request is whole."""
         super().on_message_complete()

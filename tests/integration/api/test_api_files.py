@@ -128,6 +128,24 @@ def chunked(service: Serving, box: Box, path: str, data: bytes, digest: str) -> 
         return b"".join(iter(lambda: sock.recv(65536), b""))
 
 
+def test_an_upload_in_pieces_of_any_size_is_whole(service: Serving, box: Box) -> None:
+    """Single bytes and large pieces in turn, in one go: each is added to those that nobody took yet."""
+    place = urlsplit(service.url)
+    sizes = [200_000, *[1] * 3000, 100_000, *[7] * 2000, 70_000, 1, 300_000, *[2, 65_536] * 20]
+    pieces = [os.urandom(size) for size in sizes]
+    with socket.create_connection((place.hostname, place.port), 60) as sock:
+        head = (
+            f"PUT {files(box)}/content?path=/workspace/pieces HTTP/1.1\r\nHost: localhost\r\n"
+            f"Authorization: Bearer {service.key}\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+        sock.sendall(head.encode() + body + b"0\r\n\r\n")
+        told = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert told.startswith(b"HTTP/1.1 201 "), told
+    assert hashlib.sha256(b"".join(pieces)).hexdigest().encode() in told
+    assert get(service, box, "/workspace/pieces").content == b"".join(pieces)
+
+
 def test_an_upload_that_breaks_off_changes_nothing(service: Serving, box: Box) -> None:
     put(service, box, "/workspace/b", b"old")
     place = urlsplit(service.url)

@@ -53,6 +53,71 @@ async def test_a_file_is_read() -> None:
         assert await task == b"some contents, longer than a piece"
 
 
+async def test_what_has_come_is_handed_on_together() -> None:
+    async with linked() as (link, peer):
+        reading = link.files.read("/x")
+        opening = asyncio.create_task(reading.open())
+        got = await peer.opened(READ)
+        window = got.fields.number(8)
+        await peer.send(reply(got.channel))
+        await opening
+        sizes = [60_000] * (window // 60_000) + [window % 60_000]
+        at = [sum(sizes[:number]) for number in range(len(sizes))]
+        data = os.urandom(window)
+        sent = [
+            frames.data_frame(got.channel, 1, start, data[start : start + size])
+            for start, size in zip(at, sizes, strict=True)
+        ]
+        await peer.send(*sent, frames.frame(0, frames.PING, b"all read"))
+        while (await peer.receive()).kind != frames.PONG:
+            pass
+        first = await anext(reading)
+        assert len(first) == 240_000  # no more at once, the rest is still there
+        whole = first
+        while len(whole) < window:
+            whole += await anext(reading)
+        assert whole == data
+        await reading.aclose()
+
+
+async def test_only_what_can_not_change_is_sent_without_a_copy() -> None:
+    """An event loop may keep what it was given until the socket takes it."""
+    async with linked() as (link, peer):
+        data = bytearray(b"first" * 10_000)
+        link._wire._transport, real = _Keeping(), link._wire._transport  # type: ignore[assignment]
+        kept: list[bytes | memoryview] = link._wire._transport.kept  # type: ignore[union-attr]
+        task = asyncio.create_task(link.files.write("/x", data))
+        while len(kept) < 3:  # OPEN, DATA, EOF
+            await asyncio.sleep(0)
+        data[:] = b"later" * 10_000
+        for piece in kept:
+            real.write(piece)  # type: ignore[union-attr]
+        link._wire._transport = real
+        got = await peer.opened(WRITE)
+        assert (await peer.receive()).payload[9:] == b"first" * 10_000
+        assert (await peer.receive()).kind == frames.EOF
+        await peer.send(reply(got.channel, (1, len(data))))
+        assert await task == len(data)
+        assert (await peer.receive()).kind == frames.CLOSE
+        await peer.send(frames.close_frame(got.channel))
+
+
+class _Keeping:
+    """A transport that keeps what it is given, as it is."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytes | memoryview] = []
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.kept.append(data)
+
+    def writelines(self, parts: tuple[bytes | memoryview, ...]) -> None:
+        self.kept += parts
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
 async def test_a_file_that_is_too_big_is_not_swallowed() -> None:
     async with linked() as (link, peer):
         task = asyncio.create_task(link.files.read_bytes("/x", limit=3))
