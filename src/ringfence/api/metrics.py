@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -32,6 +33,31 @@ class Metrics:
             "ringfence_sandboxes", "Sandboxes by state.", ("state",), registry=self.registry
         )
         self._output = Counter("ringfence_output_bytes", "Output of commands.", registry=self.registry)
+
+        self._doors = {
+            name: Gauge(f"ringfence_egress_{name}", text, registry=self.registry)
+            for name, text in (
+                ("doors", "Open doors of sandboxes."),
+                ("connections", "Connections through them."),
+                ("pending", "Questions that wait for an answer."),
+            )
+        }
+        self._circuits = Gauge(
+            "ringfence_egress_circuit_failures",
+            "Failures in a row of destinations that are left alone for a while.",
+            ("project", "destination", "state"),
+            registry=self.registry,
+        )
+
+    def egress(self, found: Mapping[str, Any]) -> None:
+        """What the doors of this process say of themselves."""
+        for name, gauge in self._doors.items():
+            gauge.set(found[name])
+        self._circuits.clear()
+        for one in found["circuits"]:
+            if one["state"] != "closed":
+                where = f"{one['host']}:{one['port']}"
+                self._circuits.labels(one["project"], where, one["state"]).set(one["failures"])
 
     def request(self, route: Route | None, status: int, seconds: float) -> None:
         """One request came to its end."""

@@ -229,7 +229,10 @@ class Pool:
                     break
         engine = self._door.engine
         patience = self._door.network.connect_timeout
-        stream, address = await engine.upstreams.connect(grant.host, grant.port, grant.addresses, patience)
+        project = self._door.spec.project
+        stream, address = await engine.upstreams.connect(
+            grant.host, grant.port, grant.addresses, patience, project
+        )
         secured: SocketStream | TlsStream = stream
         if scheme == "https":
             # HTTP/2 is offered where the client speaks it too: some of what it can has no other form.

@@ -21,6 +21,7 @@ from ringfence.guest.ports import GuestDatagrams, GuestListener
 from ringfence.model.errors import GuestError, InvalidRequest, NotFound, RingfenceError, WrongState
 
 _MOST_WAITING = 10_000  # events that the owner has not read
+_MOST_CIRCUITS = 200  # that are told of at once
 _OPENING = 20.0  # seconds for the agent to listen
 
 
@@ -301,12 +302,12 @@ class Server:
             "doors": len(self.doors),
             "connections": sum(len(one.door.flows) for one in self.doors.values()),
             "pending": len(self.engine.questions.pending()),
-            "circuits": {
-                f"{host}:{port}": {"state": breaker.state, "failures": breaker.failures}
-                for (host, port), breaker in breakers.items()
-                if breaker.failures
-            },
-        }
+            "circuits": [
+                {"project": project, "host": host, "port": port, "state": breaker.state,
+                 "failures": breaker.failures}
+                for (project, host, port), breaker in breakers.items() if breaker.failures
+            ][:_MOST_CIRCUITS],
+        }  # fmt: skip
 
     async def _do_status(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         return {

@@ -97,7 +97,7 @@ async def _tls(flow: Flow, reader: Reader, host: Host, port: int, hello: tls.Hel
     if door.tls_mode(flow, host, port) == "inspect":
         await _inspect(flow, reader, host, port)
         return
-    proven = await door.engine.upstreams.prove(host, port, grant.addresses, patience)
+    proven = await door.engine.upstreams.prove(host, port, grant.addresses, patience, door.spec.project)
     await _raw(flow, Rewound(reader.stream, reader.take()), Grant(host, port, grant.rule, tuple(proven)))
 
 
@@ -133,7 +133,7 @@ async def _raw(flow: Flow, stream: Stream, grant: Grant) -> None:
     door = flow.door
     flow.rule = grant.rule
     outer, address = await door.engine.upstreams.connect(
-        grant.host, grant.port, grant.addresses, door.network.connect_timeout
+        grant.host, grant.port, grant.addresses, door.network.connect_timeout, door.spec.project
     )
     flow.address = str(address)
     end, decision = "cut", Decision(True, "allowed", grant.rule)

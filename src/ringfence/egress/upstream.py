@@ -83,7 +83,7 @@ class Upstreams:
 
     def __init__(self, resolver: Resolver, ca_file: str | None = None) -> None:
         self.resolver = resolver
-        self.breakers: dict[tuple[str, int], Breaker] = {}
+        self.breakers: dict[tuple[str, str, int], Breaker] = {}
         # Read at once: whoever we are later may not read it.
         self._authorities = None if ca_file is None else Path(ca_file).read_text()
         self._contexts: dict[tuple[str, ...], ssl.SSLContext] = {}
@@ -116,26 +116,30 @@ class Upstreams:
             raise Unreachable(f"{host} has no address", 502, "name")
         return found
 
-    def breaker(self, host: Host, port: int) -> Breaker:
-        """The circuit breaker of a destination."""
-        key = (str(host), port)
+    def breaker(self, whose: str, host: Host, port: int) -> Breaker:
+        """The circuit breaker of a project's destination: whose connections fail, by a short patience of its
+        policy for example, must not take the destination from others.
+        """
+        key = (whose, str(host), port)
         found = self.breakers.get(key)
         if found is None:
             if len(self.breakers) >= 4096:
                 for old in [key for key, breaker in self.breakers.items() if breaker.state == "closed"]:
                     del self.breakers[old]
+                while len(self.breakers) >= 4096:
+                    del self.breakers[next(iter(self.breakers))]
             found = self.breakers[key] = Breaker()
         return found
 
     async def connect(
-        self, host: Host, port: int, addresses: Sequence[Address], patience: float
+        self, host: Host, port: int, addresses: Sequence[Address], patience: float, whose: str = ""
     ) -> tuple[SocketStream, Address]:
-        """A connection to the first of the addresses that takes one.
+        """A connection to the first of the addresses that takes one, for a project.
 
         Raises:
             Unreachable: none does, or the circuit breaker is open.
         """
-        breaker = self.breaker(host, port)
+        breaker = self.breaker(whose, host, port)
         breaker.enter(f"{host}:{port}")
         good: bool | None = None
         try:
@@ -197,7 +201,7 @@ class Upstreams:
             raise
 
     async def prove(
-        self, host: Host, port: int, addresses: Sequence[Address], patience: float
+        self, host: Host, port: int, addresses: Sequence[Address], patience: float, whose: str = ""
     ) -> list[Address]:
         """Those addresses that have proven, in a handshake of our own, to be the host. At least one.
 
@@ -211,7 +215,7 @@ class Upstreams:
         why: Unreachable | None = None
         for address in addresses[:4]:
             try:
-                stream, _ = await self.connect(host, port, [address], patience)
+                stream, _ = await self.connect(host, port, [address], patience, whose)
                 tls = await self.secure(stream, host, patience=patience)
             except Unreachable as error:
                 why = error

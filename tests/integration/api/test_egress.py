@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -76,6 +77,23 @@ def test_what_is_named_passes_and_nothing_else(doors: Serving, web: int) -> None
         assert ask(doors, box["id"], web) == told
     for box in (opened, closed):
         doors.http.delete(f"/v1/sandboxes/{box['id']}")
+
+
+def test_doors_and_their_circuits_are_among_the_metrics(doors: Serving) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]  # where nobody listens from here on
+    box = doors.sandbox(network=network(port))["id"]
+
+    def metrics() -> str:
+        return str(doors.http.get("/metrics").text)
+
+    assert "ringfence_egress_doors 1.0" in metrics() and "circuit_failures{" not in metrics()
+    for _ in range(5):
+        assert ask(doors, box, port).startswith("refused")
+    where = f'ringfence_egress_circuit_failures{{destination="127.0.0.1:{port}",project="default",state='
+    assert where in metrics()
+    doors.http.delete(f"/v1/sandboxes/{box}")
+    eventually(lambda: "ringfence_egress_doors 0.0" in metrics(), "it is closed")
 
 
 def test_secrets_are_of_a_project_and_never_told(doors: Serving) -> None:

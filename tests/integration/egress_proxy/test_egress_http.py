@@ -423,7 +423,7 @@ async def test_retries_breaker_and_an_answer_that_breaks_off(
         for _ in range(8):
             _, out, _ = await door.curl(f"{url}/")
         assert " 503 " in out and "circuit_open" in out
-        breaker = door.engine.upstreams.breakers["api.example.test", port]
+        breaker = door.engine.upstreams.breakers["", "api.example.test", port]
         assert breaker.state == "open"
         monkeypatch.setattr(breaker, "until", 0.0)
         assert breaker.state == "half-open"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,47 @@ async def test_what_another_project_calls_a_secret_is_none_here(
                 "allowed",
             )
         finally:
-            await theirs.door.close()
-            for task in list(theirs._tasks):
-                task.cancel()
-            await asyncio.gather(*theirs._tasks, return_exceptions=True)
-            for listener in theirs._listeners:
-                listener.close()
+            await put_away(theirs)
+
+
+async def put_away(door: LocalDoor) -> None:
+    """End a second door of an engine, which stays."""
+    await door.door.close()
+    for task in list(door._tasks):
+        task.cancel()
+    await asyncio.gather(*door._tasks, return_exceptions=True)
+    for listener in door._listeners:
+        listener.close()
+
+
+async def test_whose_connections_fail_takes_a_destination_from_nobody_else(
+    folder: Path, names: Names, plain: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringfence.egress.upstream._REST", (600.0, 600.0))
+    url = f"http://api.example.test:{plain.port}/"
+    async with local_door(folder, {"allow": [rule(plain)]}, names, project="ours") as door:
+        # A policy with little patience: for it nothing ever answers.
+        monkeypatch.setattr(door.engine.upstreams, "_connect", never(door.engine.upstreams._connect, 0.001))
+        network = dict(door.door.spec.network) | {"connectTimeout": "1s"}
+        theirs = await LocalDoor(door.engine, DoorSpec("sb-2", project="theirs", network=network)).start()
+        try:
+            theirs.door.network = replace(theirs.door.network, connect_timeout=0.001)
+            for _ in range(5):
+                assert " 504 " in (await theirs.curl(url))[1]
+            assert "circuit_open" in (await theirs.curl(url))[1]
+            assert " 200 " in (await door.curl(url))[1]
+        finally:
+            await put_away(theirs)
+
+
+def never(connect: Any, least: float) -> Any:
+    """Connecting takes longer than ``least`` seconds, as it does to a host that is far away."""
+
+    async def slow(*arguments: Any) -> Any:
+        await asyncio.sleep(least * 50)
+        return await connect(*arguments)
+
+    return slow
 
 
 class Gate(Names):

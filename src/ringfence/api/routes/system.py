@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import ringfence
 from ringfence.api.calls import Answer, Call
 from ringfence.api.routing import Routes
+from ringfence.model.errors import RingfenceError
 
 routes = Routes("system")
+_PATIENCE = 5.0  # seconds for the doors' own figures
 
 
 @routes.get("/healthz", scope="")
@@ -34,5 +38,10 @@ async def openapi(call: Call) -> Answer:
 async def metrics(call: Call) -> Answer:
     """Metrics of this process for Prometheus; for the operator: they are of all projects."""
     call.principal.require_operator()
+    if call.control.egress is not None:
+        with contextlib.suppress(RingfenceError, TimeoutError):  # without its proxy there is the rest
+            async with asyncio.timeout(_PATIENCE):
+                found = await call.control.egress.doors.metrics()
+            call.service.metrics.egress(found)
     text = call.service.metrics.text()
     return Answer(200, text, media="text/plain; version=0.0.4; charset=utf-8")
