@@ -156,11 +156,16 @@ async def test_an_update_takes_the_inference_away(
 
 
 async def test_limits_reach_what_is_open(folder: Path, names: Names) -> None:
+    gone = asyncio.Event()
+
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(100):
                 writer.write(data)
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        gone.set()
 
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -182,6 +187,8 @@ async def test_limits_reach_what_is_open(folder: Path, names: Names) -> None:
         door.door.limit(None, ProjectLimits(bandwidth=8_000_000))
         assert door.engine.bucket_out(door.door) is bucket and bucket.rate == 1_000_000
         writer.close()
+        async with asyncio.timeout(60):
+            await gone.wait()
 
 
 async def test_a_yes_is_to_what_was_asked(
@@ -241,3 +248,39 @@ async def test_a_flood_of_what_may_leaves_the_log_to_others(
         assert last["left_out"] == 50 - written and last["left_out_bytes"][0] > 0
         used = door.engine.meter.used("sandbox/sb-test")
         assert used[0] == 50  # what is not written down is counted all the same
+
+
+async def test_the_whole_of_a_request_has_its_time(folder: Path, names: Names) -> None:
+    begun = ended = 0
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal begun, ended
+        begun += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+            if b"/whole" in head:
+                writer.write(b"x" * 1_000_000)
+            else:
+                while not writer.is_closing():  # never idle, never done
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        ended += 1
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    rules = [{"host": "api.example.test", "ports": [port], "addresses": LOCAL}]
+    async with server, local_door(folder, {"allow": rules, "totalTimeout": "20s"}, names) as door:
+        url = f"http://api.example.test:{port}"
+        assert (await door.curl(f"{url}/whole"))[0] == 0  # the control
+        door.door.network = replace(door.door.network, total_timeout=1.0)
+        code, out, _ = await door.curl(f"{url}/drip")
+        assert code == 18 or " 504 " in out  # curl: it broke off, on a busy machine before it began
+        await door.idle()
+        whole, dripped = door.log()
+        assert "error" not in whole and dripped["error"] == "timeout"
+    await until(lambda: begun == ended)
