@@ -49,9 +49,9 @@ class Connection:
             return status, await reader.readexactly(length)
         return status, b"".join([piece async for piece in self._chunks()])
 
-    async def drain(self, path: str) -> tuple[int, int]:
+    async def drain(self, path: str, headers: str = "") -> tuple[int, int]:
         """A GET whose body is read and thrown away: status and size."""
-        status, length = await self._begin("GET", path, b"", "")
+        status, length = await self._begin("GET", path, b"", headers)
         reader = self._reader
         assert reader is not None
         size = 0
