@@ -199,7 +199,7 @@ class Placement(Protocol):
         """Make a volume of at most this many bytes. Idempotent."""
 
     async def remove_volume(self, id: str) -> None:
-        """Remove one. Idempotent. Raises WrongState: a sandbox has it."""
+        """Remove one. Idempotent. Raises WrongState: a sandbox has it, or its files are on their way."""
 
     async def volume_size(self, id: str) -> int:
         """Bytes that it takes."""
@@ -209,4 +209,8 @@ class Placement(Protocol):
         ...
 
     async def import_volume(self, id: str, tar: AsyncIterator[bytes] | Path) -> None:
-        """Unpack a hostile tar stream into it; all or nothing is not promised, escape is refused."""
+        """Unpack a hostile tar stream into it; all or nothing is not promised, escape is refused.
+
+        Raises:
+            GuestRefused: ENOSPC, it does not fit. InvalidRequest, ProtocolViolation: no tar to be taken.
+        """
