@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ringfence.placement.contract import VolumeMount
 
 _AHEAD = 4  # pieces of an import that may wait
+_TURN = 30.0  # seconds that an import waits for the one before it
 LIMITS = ArchiveLimits(bytes=1 << 44, entries=4_000_000)  # the volume's own size is what counts
 _Result = TypeVar("_Result")
 
@@ -56,6 +57,7 @@ class Attachments:
         self._uses: dict[str, tuple[_Use, ...]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._working: dict[str, int] = {}  # calls that look into a volume
+        self._filling: dict[str, asyncio.Lock] = {}  # by volume, held by the import that has its turn
 
     # -- who has which
 
@@ -171,6 +173,7 @@ class Attachments:
             )
         await self._blocking(name, self.volumes.remove)
         self._locks.pop(name, None)
+        self._filling.pop(name, None)
 
     async def size(self, name: str) -> int:
         """See the contract."""
@@ -202,9 +205,25 @@ class Attachments:
             finally:
                 await asyncio.to_thread(pieces.close)  # type: ignore[attr-defined]
 
+    @contextlib.asynccontextmanager
+    async def _alone(self, name: str) -> AsyncIterator[None]:
+        """While files come in: two imports at once would replace each other's files half way."""
+        lock = self._filling.setdefault(name, asyncio.Lock())
+        try:
+            async with asyncio.timeout(_TURN):
+                await lock.acquire()
+        except TimeoutError:
+            raise WrongState(
+                f"another import into volume {name} is under way", hint="try again when it is over"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
     async def fill(self, name: str, tar: AsyncIterator[bytes]) -> None:
         """See the contract: in a thread that has no more rights on files than the sandboxes' user."""
-        async with self._looking(name):
+        async with self._looking(name), self._alone(name):
             top = os.open(
                 await self._blocking(name, self.volumes.mounted), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
             )
@@ -224,10 +243,13 @@ class Attachments:
 
 
 def _too_large(error: HostLimit) -> RingfenceError:
-    """It is the volume that is full, or the tar that has too much, and never the host."""
-    if isinstance(error.__cause__, OSError):
-        return GuestRefused(error.__cause__.errno or errno.EIO, "the tar does not fit into the volume")
-    return InvalidRequest(error.message, hint="send less at once")
+    """It is the volume that is full, or the tar that has too much, and not the host."""
+    cause = error.__cause__
+    if not isinstance(cause, OSError):
+        return InvalidRequest(error.message, hint="send less at once")
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return GuestRefused(cause.errno, "the tar does not fit into the volume")
+    return error
 
 
 class _Import:

@@ -232,6 +232,17 @@ async def test_an_import_whose_sender_dies_ends(node: NodeProcess, placement: Pl
     await placement.import_volume(volume, pieces(tar_of({"small": b"x"})))
 
 
+async def test_imports_at_once_take_turns(placement: Placement, volume: str) -> None:
+    tars = [tar_of({f"{n}": bytes([each]) * 70_000 for n in range(20)}) for each in range(6)]
+    for _ in range(5):
+        await asyncio.gather(*(placement.import_volume(volume, pieces(tar)) for tar in tars))
+    id = await attached(placement, volume, read_only=True)
+    kinds = await run(
+        placement, id, "sh", "-c", "cd /data && sha256sum * | cut -c1-64 | sort -u | wc -l; ls | wc -l"
+    )
+    assert kinds == (0, b"1\n20\n")  # the last one's, all of them
+
+
 async def _stuck() -> AsyncIterator[bytes]:
     yield tar_of({"a": bytes(MIB)})[: MIB // 2]
     await asyncio.Event().wait()
