@@ -145,14 +145,14 @@ class Attachments:
         async with self._lock(name):
             if not self.users(name) and not self._working.get(name):
                 with contextlib.suppress(RingfenceError):
-                    await asyncio.to_thread(self.volumes.release, name)
+                    await _to_its_end(lambda: self.volumes.release(name))
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _blocking(self, name: str, work: Callable[[str], _Result]) -> _Result:
         async with self._lock(name):
-            return await asyncio.to_thread(work, name)
+            return await _to_its_end(lambda: work(name))
 
     # -- the calls of the contract
 
@@ -240,6 +240,21 @@ class Attachments:
                 raise
             finally:
                 os.close(top)
+
+
+async def _to_its_end(work: Callable[[], _Result]) -> _Result:
+    """In a thread, which no cancelling ends: so neither does the wait for it, and with it what lock is held.
+    A mount that nobody waits for would meet the next one, or the unmount.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # whoever was cancelled does not want to know
 
 
 def _too_large(error: HostLimit) -> RingfenceError:

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import tarfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ringfence.model.errors import (
 from ringfence.model.ids import new_id
 from ringfence.model.policy import Isolation, Policy, Process
 from ringfence.node.volumes import RUNTIMES
+from ringfence.placement.attaching import Attachments
 from ringfence.placement.contract import Placement, VolumeMount
 from ringfence.placement.local import LocalPlacement
 from support.leaks import loop_devices, mounts
@@ -283,3 +285,44 @@ async def test_impossible_places(placement: Placement, volume: str, path: str) -
     twice = (VolumeMount(volume, "/data"), VolumeMount(volume, "/data"))
     with pytest.raises(InvalidRequest):
         await placement.start(spec(volumes=twice))
+
+
+class _SlowVolumes:
+    """Volumes whose mount takes until it is let go on; knows how many are at it."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.inside, self.most, self.begun = 0, 0, 0
+
+    def get(self, name: str) -> None: ...
+
+    def size(self, name: str) -> int:
+        self.begun += 1
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        assert self.go.wait(60)
+        self.inside -= 1
+        return 1
+
+    def release(self, name: str) -> bool:
+        assert not self.inside, "unmounted while it is being mounted"
+        return True
+
+
+async def test_a_mount_that_is_given_up_is_waited_for() -> None:
+    """A cancelled call leaves a thread behind, and the next one must not meet it."""
+    volumes = _SlowVolumes()
+    attachments = Attachments(volumes, lambda: None)  # type: ignore[arg-type]
+    first = asyncio.create_task(attachments.size("vo-one"))
+    while not volumes.begun:
+        await asyncio.sleep(0.01)
+    for _ in range(3):
+        first.cancel()
+        await asyncio.sleep(0.01)
+    second = asyncio.create_task(attachments.size("vo-one"))
+    await asyncio.sleep(0.1)
+    volumes.go.set()
+    assert await second == 1
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert (volumes.begun, volumes.most) == (2, 1)
