@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import socketserver
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from ringfence import Sandbox, Service
 from ringfence.model.errors import InvalidRequest
 from ringfence.sdk import settings
 from ringfence.sdk.background import BACKGROUND
+from support.beyond import Web, web_beyond
 from support.commands import Ringfence
 from support.serving import Serving, eventually, needs_root_or_users, serving
 
@@ -27,31 +26,10 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 KEY = "k3y-of-mine"
 
 
-class _Web(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    keys: list[str]
-
-
-class _Answer(socketserver.StreamRequestHandler):
-    def handle(self) -> None:
-        assert isinstance(self.server, _Web)
-        lines = []
-        while line := self.rfile.readline().strip().decode():
-            lines.append(line)
-        self.server.keys += [line[7:] for line in lines if line.lower().startswith("x-key: ")]
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\nbeyond")
-
-
 @pytest.fixture(scope="module")
-def web() -> Iterator[_Web]:
-    with _Web(("127.0.0.1", 0), _Answer) as server:
-        server.keys = []
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+def web() -> Iterator[Web]:
+    with web_beyond() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +61,18 @@ def fetch(port: int, key: str = "none", path: str = "") -> str:
     return f'curl -sS -m 60 --noproxy "" -x $http_proxy -H "X-Key: {key}" http://127.0.0.1:{port}/{path}'
 
 
-def network(web: _Web) -> dict[str, Any]:
-    rule = {"host": "127.0.0.1", "ports": [web.server_address[1]], "protocol": "http"}
+def network(web: Web) -> dict[str, Any]:
+    rule = {"host": "127.0.0.1", "ports": [web.port], "protocol": "http"}
     rule |= {"addresses": ["127.0.0.1/32"], "inject": {"placeholder": "{{secret:key}}", "env": "TOKEN"}}
     return {"mode": "egress", "allow": [rule]}
 
 
-def test_questions_and_the_log_of_a_service(served: Serving, ringfence: Ringfence, web: _Web) -> None:
-    port = web.server_address[1]
+def test_questions_and_the_log_of_a_service(served: Serving, ringfence: Ringfence, web: Web) -> None:
+    port = web.port
     assert ringfence.json("egress", "pending", "--json") == {"pending": []}
     box = served.sandbox(network={"mode": "egress", "onUnknown": "ask", "askTimeout": 120})["id"]
+    quiet = ringfence("egress", "log", "--sandbox", box)  # the service was asked, and has nothing to say
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"nothing is in the log\n", b"")
     for verb, code in (("deny", 403), ("allow", 200)):
         argv = ["sh", "-c", fetch(port, path=verb) + " -o /dev/null -w '%{http_code}'"]
         body = {"argv": argv, "id": verb, "wait": False, "detached": True}
@@ -143,12 +123,12 @@ def test_secrets_are_the_services_unless_local(ringfence: Ringfence, served: Ser
 
 
 @pytest.mark.usefixtures("sdk")
-def test_placeholders_are_taken_back(ringfence: Ringfence, web: _Web) -> None:
+def test_placeholders_are_taken_back(ringfence: Ringfence, web: Web) -> None:
     with Service() as service:
         assert service.put_secret("key", KEY)["version"] == 1
         assert "key" in [each["name"] for each in service.secrets()]
         assert service.questions() == []
-    port = web.server_address[1]
+    port = web.port
     box = Sandbox.create(runtime="jail", network=network(web))
     box.run("echo $TOKEN > /workspace/kept").check()
     (copy,) = box.fork()

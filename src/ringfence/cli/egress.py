@@ -62,11 +62,13 @@ def _selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", metavar="HOST", help="only to this host")
 
 
-def _selected(options: argparse.Namespace, lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _selected(
+    options: argparse.Namespace, lines: Iterable[dict[str, Any]], sandbox: str | None
+) -> Iterator[dict[str, Any]]:
     for line in lines:
         if all(
             wanted is None or line.get(key) == wanted
-            for key, wanted in (("sandbox", options.sandbox), ("task", options.task), ("host", options.host))
+            for key, wanted in (("sandbox", sandbox), ("task", options.task), ("host", options.host))
         ):
             yield line
 
@@ -74,13 +76,13 @@ def _selected(options: argparse.Namespace, lines: Iterable[dict[str, Any]]) -> I
 def _read_log(options: argparse.Namespace) -> list[dict[str, Any]]:
     from ringfence.egress.log import ConnectionLog
 
-    found = list(_selected(options, ConnectionLog(_folder() / "connections.jsonl").read()))
+    here = ConnectionLog(_folder() / "connections.jsonl")
+    found = list(_selected(options, here.read(), options.sandbox))
     if not found and options.sandbox and remote.configured():
         from ringfence.cli import remote_egress
 
-        lines = remote_egress.lines(options.sandbox)
-        options.sandbox = None  # they are its own, though it may have been called by its name
-        found = list(_selected(options, lines))
+        # They are its own, though it may have been called by its name.
+        found = list(_selected(options, remote_egress.lines(options.sandbox), None))
     return found
 
 
@@ -132,7 +134,7 @@ def _har(options: argparse.Namespace) -> int:
             hint="policies with network.record: headers or bodies record requests that are inspected; "
             "a service keeps its records where it runs",
         )
-    print_json(har(_selected(options, entries), __version__))
+    print_json(har(_selected(options, entries, options.sandbox), __version__))
     return 0
 
 

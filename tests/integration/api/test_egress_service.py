@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socketserver
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from support import images
+from support.beyond import Web, web_beyond
 from support.commands import Ringfence
 from support.serving import Serving, eventually, serving
 
@@ -26,41 +26,10 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 KEY = "k3y-of-the-project"
 
 
-class Web(socketserver.ThreadingTCPServer):
-    """A server beyond the door. ``keys``: the X-Key header of each request that came."""
-
-    allow_reuse_address = True
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        super().__init__(("127.0.0.1", 0), _Answer)
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-
-class _Answer(socketserver.StreamRequestHandler):
-    def handle(self) -> None:
-        assert isinstance(self.server, Web)
-        key = ""
-        while line := self.rfile.readline().strip().decode():
-            name, _, value = line.partition(":")
-            if name.lower() == "x-key":
-                key = value.strip()
-        self.server.keys.append(key)
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\nbeyond")
-
-
 @pytest.fixture(scope="module")
 def web() -> Iterator[Web]:
-    with Web() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with web_beyond() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 class Hook(http.server.ThreadingHTTPServer):
