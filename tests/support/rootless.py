@@ -15,11 +15,13 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +120,16 @@ class NormalUser:
             check=False,
         )
 
+    def end_all(self) -> None:
+        """Kill every process of this user, also those that left their tree, and wait until none is left."""
+        deadline = time.monotonic() + 60
+        while pids := _living(UID):
+            assert time.monotonic() < deadline, f"processes of the user stay: {pids}"
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
     def python(self, *args: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
         """Run the environment's Python."""
         return self.run([f"{_VENV}/bin/python", *args], timeout=timeout)
@@ -137,6 +149,18 @@ class NormalUser:
         )  # fmt: skip
         lines = report.read_text().splitlines() if report.exists() else []
         return [Outcome(**json.loads(line)) for line in lines], done
+
+
+def _living(uid: int) -> list[int]:
+    """Processes of that user; the dead that nobody has reaped yet don't count."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):
+                status = Path(f"/proc/{name}/status").read_text(errors="replace")
+                if f"\nUid:\t{uid}\t" in status and "\nState:\tZ" not in status:
+                    found.append(int(name))
+    return found
 
 
 @contextmanager
