@@ -37,8 +37,8 @@ def test_an_engine_that_enforces_no_limit_is_refused() -> None:
         try:
             done = user.run(["sh", "-c", SCRIPT], timeout=110)
         finally:
-            # Podman starts itself again in the user's namespaces, with a process that holds them: neither has to
-            # end with what was started here.
+            # Podman starts itself again in the user's namespaces, with a process that holds them: neither
+            # has to end with what was started here.
             user.end_all()
     assert "ended with 125" in done.stdout, done.stdout + done.stderr
     assert "inside" not in done.stdout
