@@ -103,10 +103,11 @@ def build(
             )
     if epoch is None:
         epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time() // 86400 * 86400)
+    bound, mode = _bound()
     argv = [
-        *_bound(), program, "--quiet", f"--variant={variant}", "--format=tar", f"--architectures={machine()}",
+        *bound, program, "--quiet", f"--variant={variant}", "--format=tar", f"--architectures={machine()}",
         *([f"--include={','.join(packages)}"] if packages else []),
-        *(["--mode=unshare"] if os.geteuid() else ["--mode=root"]),
+        f"--mode={mode}",
         '--aptopt=Acquire::Languages "none"', suite, "-",
         *([mirror] if mirror else _mirrors(suite)),
     ]  # fmt: skip
@@ -218,17 +219,27 @@ def _lock(place: Path) -> int | None:
     return None
 
 
-def _bound() -> list[str]:
+def _bound() -> tuple[list[str], str]:
     """What a command line is put after, so that it ends with the thread that began it, even if we are killed.
 
-    As root all that it begins ends with it, with its mounts: they have namespaces of their own. The shell is
-    there to be their first process, which has to reap what others leave, and gets no signal by default.
+    All that it begins ends with it, with its mounts: they have namespaces of their own. The shell is there to
+    be their first process, which has to reap what others leave, and gets no signal by default. Also tells
+    mmdebstrap's mode: it is root there. For a normal user who can't have such namespaces (no subordinate ids,
+    or util-linux before 2.38) mmdebstrap makes its own or says what is missing; it alone ends with us then.
     """
     ends_with_us = ["setpriv", "--pdeathsig", "KILL", "--"]
-    if os.geteuid():  # mmdebstrap makes its own, which nests in no other
-        return ends_with_us
-    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--"]
-    return [*ends_with_us, *apart, "sh", "-c", '"$@"; exit $?', "sh"]
+    user = ["--user", "--map-root-user", "--map-auto"] if os.geteuid() else []
+    if user and not _works(["unshare", *user, "--", "true"]):
+        return ends_with_us, "unshare"
+    apart = ["unshare", *user, "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--"]
+    return [*ends_with_us, *apart, "sh", "-c", '"$@"; exit $?', "sh"], "root"
+
+
+def _works(argv: list[str]) -> bool:
+    try:
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def _mirrors(suite: str) -> list[str]:
