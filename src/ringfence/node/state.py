@@ -30,6 +30,7 @@ import fcntl
 import itertools
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,10 @@ _FOLDERS = {
 }
 _MOST_SPARE = 64
 JOURNAL = "journal"
+# linux/fs.h; the size in the number is a long's, what is read and written an int.
+_FS_IOC_GETFLAGS = 0x80086601
+_FS_IOC_SETFLAGS = 0x40086602
+_FS_TOPDIR_FL = 0x00020000
 
 
 def default_root() -> Path:
@@ -93,6 +98,7 @@ class StateRoot:
             _make(root, 0o711)
             for name, mode in _FOLDERS.items():
                 _make(root / name, mode)
+            _spread(root / "sandboxes")
             owner, lock = _take_lock(root / "nodes")
         except OSError as error:
             raise host_limit(error, f"use the state folder {root}") from error
@@ -246,6 +252,27 @@ def _make(path: Path, mode: int) -> None:
         )
     if found.st_mode & 0o111 != mode & 0o111:
         path.chmod(mode)
+
+
+def _spread(path: Path) -> None:
+    """Ask the file system to put the folders made here far from each other (``chattr +T``).
+
+    A socket is the one file that each sandbox makes and deletes. Where an ext4 has no journal, it looks for a
+    new file's inode among those deleted in the last minutes in the folder's own group, one by one: half a
+    millisecond at 200 sandboxes a second while all folders lie in one group. Other file systems know no such
+    hint, and don't need it.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = bytearray(4)
+        fcntl.ioctl(folder, _FS_IOC_GETFLAGS, flags)
+        wanted = int.from_bytes(flags, sys.byteorder) | _FS_TOPDIR_FL
+        if wanted != int.from_bytes(flags, sys.byteorder):
+            fcntl.ioctl(folder, _FS_IOC_SETFLAGS, wanted.to_bytes(4, sys.byteorder))
+    except OSError:
+        pass
+    finally:
+        os.close(folder)
 
 
 def _take_lock(nodes: Path) -> tuple[str, int]:

@@ -41,6 +41,16 @@ def test_folders_have_the_modes_they_need(root: Path) -> None:
     }
 
 
+def test_folders_of_sandboxes_are_spread_over_the_disk(root: Path, tmp_path: Path) -> None:
+    known = subprocess.run(["chattr", "+T", str(tmp_path)], capture_output=True, text=True)
+    if known.returncode != 0:
+        pytest.skip(f"the file system of {tmp_path} has no such hint: {known.stderr.strip()}")
+    for _ in range(2):  # made, and found as it was
+        StateRoot.open(root).close()
+        shown = subprocess.run(["lsattr", "-d", str(root / "sandboxes")], capture_output=True, text=True)
+        assert "T" in shown.stdout.split()[0], shown
+
+
 def test_a_root_that_others_can_write_is_refused(root: Path) -> None:
     root.mkdir()
     root.chmod(0o777)
