@@ -134,6 +134,11 @@ class Sandbox:
         return tuple(self.row.document.get("revoked", ()))
 
     @property
+    def answers(self) -> tuple[str, ...]:
+        """What somebody has allowed for good when its door asked (``egress.remembering``)."""
+        return tuple(self.row.document.get("egress_answers", ()))
+
+    @property
     def family(self) -> tuple[str, ...]:
         """What a copy of it descends from: itself and its lineage."""
         return (self.id, *self.lineage)[:MOST_LINEAGE]

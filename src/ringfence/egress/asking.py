@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ringfence.egress.policy import Decision, Rule
-from ringfence.model.errors import InvalidRequest, NotFound
+from ringfence.egress.policy import Decision
+from ringfence.egress.remembering import MOST_PATH, answer_rule
+from ringfence.model.errors import NotFound
 from ringfence.model.ids import new_id
 from ringfence.model.policy import NetworkRule
 from ringfence.model.policy_network import _RULE, written
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ringfence.egress.names import Host
 
 _MOST_OF_ONE = 32  # questions of one sandbox at once
-_MOST_PATH = 2000  # letters of a path that are shown
 _DENIED_FOR = 60.0  # seconds that a denial answers the same question again
 
 
@@ -41,10 +41,17 @@ class _Question:
         found = {
             "id": self.id, "sandbox": spec.sandbox, "project": spec.project, "task": spec.task,
             "host": str(self.host), "port": self.port, "protocol": self.protocol,
-            "method": self.method or None, "path": self.path[:_MOST_PATH] or None, "at": round(self.at, 3),
+            "method": self.method or None, "path": self.path[:MOST_PATH] or None, "at": round(self.at, 3),
             "expires": round(self.expires, 3),
         }  # fmt: skip
         return {key: value for key, value in found.items() if value not in (None, "")}
+
+    def exactly(self) -> dict[str, Any]:
+        """What was asked, whole."""
+        return {
+            "host": str(self.host), "port": self.port, "protocol": self.protocol, "method": self.method,
+            "path": self.path,
+        }  # fmt: skip
 
 
 class Questions:
@@ -101,7 +108,9 @@ class Questions:
         )
 
     def answer(self, number: str, allow: bool, remember: bool = False) -> dict[str, Any]:
-        """Answer a question; with ``remember`` an allowance becomes a rule of the sandbox, which is returned.
+        """Answer a question; with ``remember`` an allowance becomes a rule of the sandbox, which is returned:
+        as ``remembered`` exactly, as ``rule`` in the words of a policy if it has them. One that is too long,
+        or too many, is let through this once.
 
         Raises:
             NotFound: no such question is open (any more).
@@ -114,16 +123,12 @@ class Questions:
         result = question.as_dict() | {"answer": "allow" if allow else "deny"}
         door = question.door
         if allow and remember:
-            rule = answer_rule(
-                question.host,
-                question.port,
-                question.protocol,
-                question.method,
-                question.path,
-                door.rules.trust,
-            )
-            door.add_answer(rule)
-            result["rule"] = written(rule.source, _RULE, NetworkRule(""))
+            remembered = question.exactly()
+            rule = door.remember(remembered)
+            if rule is not None:
+                result["remembered"] = remembered
+                if not question.path.endswith("*"):  # in a policy that is a pattern
+                    result["rule"] = written(rule.source, _RULE, NetworkRule(""))
         elif not allow:
             if len(self._denied) > 4096:
                 self._denied.clear()
@@ -139,19 +144,3 @@ class Questions:
             question = self._open.pop(number)
             if not question.answer.done():
                 question.answer.set_result(False)
-
-
-def answer_rule(
-    host: Host, port: int, protocol: str | None, method: str, path: str, trust: Any, origin: str = "answer"
-) -> Rule:
-    """The narrowest rule for one destination: exactly this host and port, this method, this path."""
-    if protocol not in (None, "http", "tls", "tcp"):
-        raise InvalidRequest(f"{protocol!r} is no protocol")
-    source = NetworkRule(
-        str(host),
-        (port,),
-        methods=(method,) if method else (),
-        paths=(path,) if path and path != "*" else (),
-        protocol="tcp" if protocol == "tcp" else None,
-    )
-    return Rule(0, source, trust, origin)

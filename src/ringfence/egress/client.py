@@ -17,6 +17,7 @@ from typing import Any
 
 from ringfence.egress.door import DoorSpec, ProjectLimits
 from ringfence.egress.messages import Messages
+from ringfence.egress.remembering import as_text
 from ringfence.model import errors
 from ringfence.model.errors import NotFound, RingfenceError
 
@@ -369,12 +370,26 @@ class Doors:
 
     def _learn(self, answered: dict[str, Any]) -> None:
         """An answer that became a rule is one after a restart of the proxy, too."""
-        sandbox, rule = answered.get("sandbox", ""), answered.get("rule")
-        if rule is not None and sandbox in self._specs:
+        if "remembered" in answered:
+            self._add_answers(answered.get("sandbox", ""), [as_text(answered["remembered"])])
+
+    def _add_answers(self, sandbox: str, answers: Iterable[str]) -> None:
+        if sandbox in self._specs:
             spec, dial = self._specs[sandbox]
-            allow = [one for one in spec.network.get("allow", []) if one != rule]
-            network = spec.network | {"allow": [*allow, rule]}
-            self._specs[sandbox] = (replace(spec, network=network), dial)
+            known = tuple(dict.fromkeys((*spec.answers, *answers)))
+            self._specs[sandbox] = (replace(spec, answers=known), dial)
+
+    async def remember(self, sandbox: str, answers: Iterable[str]) -> None:
+        """Answers that were given elsewhere (``DoorSpec.answers``) hold at this door, too.
+
+        Raises:
+            NotFound: no door is open for it.
+        """
+        given = list(answers)
+        if sandbox not in self._specs:
+            raise NotFound(f"no door is open for sandbox {sandbox}")
+        await self._call("remember", sandbox=sandbox, answers=given)
+        self._add_answers(sandbox, given)
 
     # -- secrets
 
@@ -491,4 +506,5 @@ def _environment() -> dict[str, str]:
 
 
 def _values(spec: DoorSpec) -> dict[str, Any]:
-    return asdict(spec) | {"lineage": list(spec.lineage), "revoked": list(spec.revoked)}
+    lists = {"lineage": list(spec.lineage), "revoked": list(spec.revoked), "answers": list(spec.answers)}
+    return asdict(spec) | lists

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ringfence.egress.meter import OverBudget
 from ringfence.egress.names import Address, BadHost, Host, parse_host
 from ringfence.egress.outward import Pool
 from ringfence.egress.policy import Decision, Rule, Rules, Trust
+from ringfence.egress.remembering import MOST_PATH, as_text, fits, rule_of
 from ringfence.egress.secrets import PLACEHOLDER
 from ringfence.egress.upstream import Unreachable
 from ringfence.model import policies
@@ -47,7 +49,8 @@ class DoorSpec:
     ``network``: the network part of the policy, as in its file. ``lineage``: the sandboxes that this one was
     forked from, nearest first. ``bandwidth``: bits a second, each way. ``project_budget``: as a rule's
     budget, shared by all sandboxes of the project. ``revoked``: the sandboxes, of its lineage or itself,
-    whose placeholders are worth nothing.
+    whose placeholders are worth nothing. ``answers``: what somebody has allowed for good when asked, as
+    ``remembering.as_text`` writes it.
     """
 
     sandbox: str
@@ -59,6 +62,7 @@ class DoorSpec:
     bandwidth: int | None = None
     project_budget: dict[str, Any] | None = None
     revoked: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
     limits: ProjectLimits = ProjectLimits()
 
 
@@ -166,11 +170,12 @@ class Door:
     def __init__(self, engine: Engine, spec: DoorSpec) -> None:
         self.engine = engine
         self.spec = spec
-        self.answers: list[Rule] = []  # rules that somebody's answers have added
+        self.answers: dict[str, Rule] = {}  # rules that somebody's answers have added
         self.network = policies.network_from_dict(spec.network)
         self.project_budget = _budget(spec.project_budget)
         self.patterns = Patterns(self.network.redact)
         self.guard = None if self.network.inference is None else Guard(self.network.inference)
+        self.answers |= {text: rule_of(text, self._trust()) for text in spec.answers}
         self.rules = self._rules()
         self.pool = Pool(self)
         self.flows: set[Flow] = set()
@@ -178,9 +183,11 @@ class Door:
         self.share = Share()
         self.closed = False
 
+    def _trust(self) -> Trust:
+        return self.spec.trust if self.spec.trust in ("untrusted", "controlled", "trusted") else None  # type: ignore[return-value]
+
     def _rules(self) -> Rules:
-        trust: Trust = self.spec.trust if self.spec.trust in ("untrusted", "controlled", "trusted") else None  # type: ignore[assignment]
-        return Rules(self.network, trust, self.answers)
+        return Rules(self.network, self._trust(), self.answers.values())
 
     def update(self, network: dict[str, Any]) -> int:
         """Other rules from now on, also for what is open; returns how many connections ended by it.
@@ -204,9 +211,18 @@ class Door:
         self.project_budget = _budget(budget)
         self.spec = replace(self.spec, project_budget=budget, limits=limits)
 
-    def add_answer(self, rule: Rule) -> None:
-        """Somebody's answer is a rule from now on."""
-        self.answers.append(rule)
+    def remember(self, answer: Mapping[str, Any]) -> Rule | None:
+        """Somebody's answer is a rule from now on; ``None``: it is too long, or there are too many."""
+        text = as_text(answer)
+        if text not in self.answers:
+            if len(answer["path"]) > MOST_PATH or not fits(self.answers, text):
+                return None
+            self.add_answers((text,))
+        return self.answers[text]
+
+    def add_answers(self, answers: Iterable[str]) -> None:
+        """Answers that were given elsewhere hold here, too."""
+        self.answers |= {text: rule_of(text, self._trust()) for text in answers if text not in self.answers}
         self.rules = self._rules()
 
     def family(self) -> list[str]:
@@ -238,12 +254,16 @@ class Door:
             decision = self.rules.request(flow.host, flow.port, scheme, flow.method, flow.path)
         else:
             decision = self.rules.connect(flow.host, flow.port, flow.protocol or None)  # type: ignore[arg-type]
+        if decision.unknown and not decision.allowed:
+            wanted = (flow.host, flow.port, flow.protocol or None, flow.method, flow.path)
+            if (rule := self._answered(flow, *wanted)) is not None:
+                decision = Decision(True, "asked", rule)
         if not decision.allowed or decision.rule is None:
             return decision
         if (
             flow.protocol == "tls"
             and not flow.inspected
-            and self.rules.tls_mode(flow.host, flow.port) == "inspect"
+            and self.tls_mode(flow, flow.host, flow.port) == "inspect"
         ):
             return Decision(
                 False, "inspect", decision.rule, "TLS to this host is inspected now", "connect again"
@@ -315,13 +335,23 @@ class Door:
         decision = self._judge(host, port, protocol, method, path)
         if decision.allowed or not decision.unknown:
             return decision
-        rule = flow.allows(host, port, protocol, method, path)
+        rule = self._answered(flow, host, port, protocol, method, path)
         if rule is not None:
             return Decision(True, "asked", rule)
         decision = await self.engine.unknown(self, flow, host, port, protocol, method, path, decision)
         if decision.allowed and decision.rule is not None:
             flow.answered.append(decision.rule)
         return decision
+
+    def _answered(
+        self, flow: Flow, host: Host, port: int, protocol: str | None, method: str, path: str
+    ) -> Rule | None:
+        """The rule that lets this pass for this connection only, while the policy asks, or learns."""
+        rule = flow.allows(host, port, protocol, method, path)
+        if rule is None:
+            return None
+        still = self.network.learn if rule.origin == "learn" else self.network.on_unknown == "ask"
+        return rule if still else None
 
     def _judge(self, host: Host, port: int, protocol: str | None, method: str, path: str) -> Decision:
         if method:

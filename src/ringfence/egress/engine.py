@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringfence.egress.asking import Questions, answer_rule
+from ringfence.egress.asking import Questions
 from ringfence.egress.authority import Authorities
 from ringfence.egress.door import Door, Flow, Refused
 from ringfence.egress.keys import MasterKey
@@ -19,6 +19,7 @@ from ringfence.egress.names import Host
 from ringfence.egress.policy import Decision, Rule
 from ringfence.egress.recording import Records, Taking
 from ringfence.egress.redaction import Redactors
+from ringfence.egress.remembering import answer_rule
 from ringfence.egress.resolver import CachingResolver, DnsResolver, Resolver, SystemResolver
 from ringfence.egress.secrets import SecretStore
 from ringfence.egress.throttle import Bucket, Buckets

@@ -202,7 +202,9 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    _OWNER = frozenset({"open", "attach", "update", "limit", "close", "ca", "placeholders", "revoke"})
+    _OWNER = frozenset(
+        {"open", "attach", "update", "limit", "close", "ca", "placeholders", "revoke", "remember"}
+    )
     _EVERYBODY = frozenset(
         {"status", "pending", "answer", "secret_put", "secret_list", "secret_remove", "usage", "metrics"}
     )
@@ -211,7 +213,7 @@ class Server:
 
     async def _do_open(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         values = dict(message["spec"])
-        for name in ("lineage", "revoked"):
+        for name in ("lineage", "revoked", "answers"):
             values[name] = tuple(str(each) for each in values.get(name, ()))
         values["limits"] = ProjectLimits(**values.get("limits", {}))
         spec = DoorSpec(**values)
@@ -266,6 +268,10 @@ class Server:
 
     async def _do_revoke(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         self._door(message).door.revoked |= {str(name) for name in message["sandboxes"]}
+        return {}
+
+    async def _do_remember(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        self._door(message).door.add_answers(str(text) for text in message["answers"])
         return {}
 
     # -- everybody's

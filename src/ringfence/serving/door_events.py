@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import RingfenceError
@@ -29,9 +29,12 @@ _MOST_SANDBOXES = 4096
 
 
 class DoorEvents:
-    """Listens to the doors of one API process."""
+    """Listens to the doors of one API process. ``keep``: writes an answer down that holds from now on."""
 
-    def __init__(self, doors: Doors, control: Control) -> None:
+    def __init__(
+        self, doors: Doors, control: Control, keep: Callable[[Mapping[str, Any]], Awaitable[None]]
+    ) -> None:
+        self._keep = keep
         self._doors = doors
         self._control = control
         self._levels: dict[str, tuple[float, float]] = {}  # what a sandbox may have written down, and when
@@ -50,6 +53,7 @@ class DoorEvents:
     async def _tell(self, name: str, event: Mapping[str, Any]) -> None:
         core = self._control.core
         sandbox = await core.get(str(event.get("sandbox")))
+        await self._keep(event)
         if self._few(sandbox.id):
             data = {key: event[key] for key in _DATA if key in event}
             if "id" in event:

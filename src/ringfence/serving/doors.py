@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringfence.control.quotas import Quota
-from ringfence.control.records import KIND, Sandbox
+from ringfence.control.records import KIND, VISIBLE, Sandbox
 from ringfence.guest.link import GuestLink
 from ringfence.model import policies
-from ringfence.model.errors import GuestRefused, NotFound, RingfenceError
+from ringfence.model.errors import GuestRefused, NotFound, RingfenceError, WrongState
 from ringfence.model.policy_network import variables
-from ringfence.model.states import State
+from ringfence.model.states import FINAL, State
 from ringfence.serving.door_events import DoorEvents
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class _Held(NamedTuple):
     network: Mapping[str, Any]
     revoked: tuple[str, ...]
     quota: Quota
+    answers: tuple[str, ...]
 
 
 class ServiceDoors:
@@ -55,6 +56,7 @@ class ServiceDoors:
         self._owner = f"{owner}/doors"
         self._open: dict[str, _Held] = {}  # what is in force, by sandbox
         self._taking: dict[str, asyncio.Task[None]] = {}  # doors that are being opened again
+        self._unkept: set[tuple[str, str]] = set()  # answers that the store could not take yet
 
     @staticmethod
     def wanted(sandbox: Sandbox) -> bool:
@@ -97,12 +99,13 @@ class ServiceDoors:
             bandwidth=policy.wall.resources.bandwidth,
             lineage=sandbox.lineage,
             revoked=sandbox.revoked,
+            answers=sandbox.answers,
             project_budget=_budget(quota),
             limits=ProjectLimits(quota.connections, quota.bandwidth),
         )
         placement = self._control.placement
         await self.doors.open(spec, lambda: placement.connect(sandbox.id))
-        self._open[sandbox.id] = _Held(network, sandbox.revoked, quota)
+        self._open[sandbox.id] = _Held(network, sandbox.revoked, quota, sandbox.answers)
         try:
             own = await self.doors.ca(sandbox.id)  # for connections that are inspected
             link = await GuestLink.open(await placement.connect(sandbox.id))
@@ -129,6 +132,9 @@ class ServiceDoors:
         if had.revoked != sandbox.revoked:  # first what takes something away
             await self.doors.revoke(sandbox.id, sandbox.revoked)
             had = self._open[sandbox.id] = had._replace(revoked=sandbox.revoked)
+        if had.answers != sandbox.answers:  # given while the door was being taken over
+            await self.doors.remember(sandbox.id, sandbox.answers)
+            had = self._open[sandbox.id] = had._replace(answers=sandbox.answers)
         quota = await self._quota_of(sandbox.project)
         if had.quota != quota:
             from ringfence.egress.client import ProjectLimits
@@ -157,18 +163,43 @@ class ServiceDoors:
         return list(found.values())
 
     async def answer(self, question: str, allow: bool, *, remember: bool) -> dict[str, Any]:
-        """Answer one, wherever it is held.
+        """Answer one, wherever it is held. One that is remembered is in the store when this returns.
 
         Raises:
             NotFound: none such is open (any more).
         """
         try:
-            return await self.doors.answer(question, allow, remember=remember)
+            result = await self.doors.answer(question, allow, remember=remember)
         except NotFound:
             values = {"id": question, "allow": allow, "remember": remember}
-            for each in await asyncio.to_thread(self._visited, "answer", **values):
-                return dict(each)
-            raise
+            answered = await asyncio.to_thread(self._visited, "answer", **values)
+            if not answered:
+                raise
+            result = dict(answered[0])
+        await self.keep(result)
+        return result
+
+    async def keep(self, answered: Mapping[str, Any]) -> None:
+        """Write down an answer that holds from now on: whichever process opens the door next has it. What
+        can't be written now is tried again at every look.
+        """
+        if "remembered" not in answered:
+            return
+        from ringfence.egress.remembering import as_text
+
+        sandbox, text = str(answered["sandbox"]), as_text(answered["remembered"])
+        self._unkept.add((sandbox, text))
+        await self._keep(sandbox, text)
+
+    async def _keep(self, id: str, text: str) -> None:
+        core = self._control.core
+        try:
+            sandbox = await core.get(id)
+            if text not in sandbox.answers:
+                await core.change(sandbox, expect=set(VISIBLE) - FINAL, more={"egress_answers": [text]})
+        except (NotFound, WrongState):
+            pass  # it has ended, and its answers with it
+        self._unkept.discard((id, text))
 
     def _visited(self, command: str, **values: Any) -> list[Any]:
         """What the proxies of all API processes say to a command; those that refuse it say nothing."""
@@ -183,6 +214,9 @@ class ServiceDoors:
     async def look(self) -> None:
         """Keep what is ours, take over what is nobody's, let go of what has ended."""
         store = self._control.store
+        for id, text in list(self._unkept):
+            with contextlib.suppress(RingfenceError):
+                await self._keep(id, text)
         there: set[str] = set()
         after = ""
         while True:
@@ -265,7 +299,7 @@ async def watching(
     made = ServiceDoors(doors, control, owner, folder, quota)
     control.egress = control.starting.doors = control.ending.doors = control.powers.doors = made
     loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(made.run()), loop.create_task(DoorEvents(doors, control).run())]
+    tasks = [loop.create_task(made.run()), loop.create_task(DoorEvents(doors, control, made.keep).run())]
     try:
         yield made
     finally:

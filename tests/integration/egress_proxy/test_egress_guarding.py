@@ -318,6 +318,38 @@ async def test_answers(folder: Path, names: Names, plain: Origin, monkeypatch: p
         assert names_of.count("egress.asked") == names_of.count("egress.answered") == 3
 
 
+@pytest.mark.parametrize("how", ["once", "remembered", "learned"])
+async def test_what_was_let_through_outlives_an_update_that_would_let_it_through(
+    folder: Path, names: Names, plain: Origin, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("ringfence.egress.policy.address_class", lambda address: None)
+    plain.response = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nbegun"  # and never ends
+    network: dict[str, Any] = {"mode": "egress", "onUnknown": "ask", "askTimeout": "60s"}
+    if how == "learned":
+        network = {"mode": "egress", "learn": True}
+    more = {"allow": [{"host": "other.example.test", "ports": [443]}]}
+    async with local_door(folder, network, names, trust="trusted") as door:
+        request = asyncio.ensure_future(door.curl(f"http://api.example.test:{plain.port}/a"))
+        if how != "learned":
+            question = await asked(door)
+            door.engine.questions.answer(question["id"], True, how == "remembered")
+        async with asyncio.timeout(30):
+            while not any(flow.received for flow in door.door.flows):
+                await asyncio.sleep(0.01)
+        assert door.door.update(network | more) == 0
+        [flow] = door.door.flows
+        assert flow.cut is None and not request.done()
+        # What would not be let through any more ends; an answer that was remembered is a rule.
+        left = {"mode": "egress", **more}
+        assert door.door.update(left) == (0 if how == "remembered" else 1)
+        # A rule about it goes before an answer.
+        rule_ = {"host": "api.example.test", "ports": [plain.port], "addresses": ["10.0.0.0/8"]}
+        door.door.update(left | {"allow": [rule_]})
+        code, _, _ = await request
+        assert code == 18  # it was cut
+        await door.idle()
+
+
 async def test_nobody_answers(folder: Path, names: Names, plain: Origin) -> None:
     async with local_door(folder, {"onUnknown": "ask", "askTimeout": "1s"}, names) as door:
         _, out, _ = await door.curl(f"http://api.example.test:{plain.port}/a")
