@@ -11,7 +11,7 @@ from typing import Any
 from ringfence.cli import remote
 from ringfence.cli.output import note, print_json, printable, safe, table
 from ringfence.cli.parsing import Parser, add_json, add_verbs
-from ringfence.model.errors import InvalidRequest, NotFound
+from ringfence.model.errors import InvalidRequest, NotFound, RingfenceError
 
 DESCRIPTION = """\
 What sandboxes with network mode egress did at their door, what waits for somebody's answer (policy
@@ -153,16 +153,32 @@ def _pending(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for visit in visits(_folder()):
         found += visit.call("pending")
+    failed: RingfenceError | None = None
     if remote.configured():
         from ringfence.cli import remote_egress
 
-        found += remote_egress.questions()
+        try:
+            found += remote_egress.questions()
+        except RingfenceError as error:
+            failed = error  # those of this machine can be answered all the same
     if options.json:
-        print_json({"pending": found})
-        return 0
-    if not found:
+        if failed is None:
+            print_json({"pending": found})
+            return 0
+        from ringfence.cli.main import FAILED
+
+        print_json({"pending": found, "error": failed.as_dict()})
+        return FAILED
+    if found:
+        _show_pending(found)
+    elif failed is None:
         print("no request waits for an answer")
-        return 0
+    if failed is not None:
+        raise failed
+    return 0
+
+
+def _show_pending(found: list[dict[str, Any]]) -> None:
     import time
 
     rows = [
@@ -175,7 +191,6 @@ def _pending(options: argparse.Namespace) -> int:
         for one in found
     ]
     table(("question", "sandbox", "what", "time left"), rows)
-    return 0
 
 
 def _question(parser: argparse.ArgumentParser) -> None:

@@ -42,9 +42,26 @@ class Parser(argparse.ArgumentParser):
             if options.command and len(own) < len(arguments):
                 rest = ["--", *rest]
             options.command = options.command + rest
-        if unknown:
-            raise self._of_verb(options)._unknown(unknown[0])
+        verb = self._of_verb(options)
+        if unknown := verb._late(options, unknown):
+            raise verb._unknown(unknown[0])
         return options
+
+    def _late(self, options: argparse.Namespace, unknown: list[str]) -> list[str]:
+        """Take arguments that may be left out and stand behind options: argparse has taken them for left out
+        by then. What is still unknown.
+        """
+        for action in self._actions:
+            if not unknown or unknown[0].startswith("-"):
+                break
+            if action.nargs == "?" and not action.option_strings:
+                if getattr(options, action.dest, None) is not action.default:
+                    continue
+                value = self._get_value(action, unknown[0])
+                self._check_value(action, value)
+                setattr(options, action.dest, value)
+                unknown = unknown[1:]
+        return unknown
 
     def _of_verb(self, options: argparse.Namespace) -> Parser:
         """The parser of the verb that was given; our own without one."""

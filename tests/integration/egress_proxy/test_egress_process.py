@@ -350,6 +350,14 @@ async def test_command_line(
                         break
                     await asyncio.sleep(0.05)
             assert pending[0]["id"] in (await run("pending"))[1]
+            with monkeypatch.context() as gone:  # a service that is not there hides none of them
+                gone.setenv("RINGFENCE_URL", "http://127.0.0.1:9")
+                gone.setenv("RINGFENCE_API_KEY", "rf_" + "x" * 32)
+                code, out = await run("pending")
+                assert code == 125 and pending[0]["id"] in out and "127.0.0.1:9" in out
+                code, out = await run("pending", "--json")
+                told = json.loads(out)
+                assert code == 125 and told["pending"] == pending and "127.0.0.1:9" in str(told["error"])
             remember = ("--remember",) if verb == "allow" else ()
             code, out = await run(verb, pending[0]["id"], *remember)
             assert code == 0 and words in out
@@ -372,6 +380,9 @@ async def test_command_line(
         assert sum(1 for _ in visits(tmp_path / "egress")) == 1
     assert sum(1 for _ in visits(tmp_path / "egress")) == 0
     assert "no request waits" in (await run("pending"))[1]
+    monkeypatch.setenv("RINGFENCE_URL", "http://127.0.0.1:9")
+    code, out = await run("pending")
+    assert code == 125 and "no request waits" not in out and "127.0.0.1:9" in out
 
 
 def memory(pid: int) -> int:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringfence.cli import egress
 from ringfence.cli.options import GROUPS, configure, parse_quickly
 from ringfence.cli.parsing import Parser
 from ringfence.model.errors import InvalidRequest
@@ -122,3 +123,25 @@ def test_what_a_verb_does_not_know_leads_to_its_own_help(arguments, hint):
     with pytest.raises(InvalidRequest) as caught:
         parser.parse_command_line(arguments)
     assert caught.value.hint == hint
+
+
+def verbs():
+    parser = Parser(prog="ringfence egress")
+    egress.configure(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    "words", [("set", "a", "--local"), ("set", "--local", "a"), ("--local", "set", "a"), ("--json", "ls")]
+)
+def test_what_may_be_left_out_may_stand_behind_options(words):
+    options = verbs().parse_command_line(["secret", *words])
+    assert options.name == ("a" if "a" in words else None) and options.local is ("--local" in words)
+
+
+@pytest.mark.parametrize(
+    "words", [("set", "--local", "a", "b"), ("set", "a", "--local", "b"), ("set", "--loca", "a")]
+)
+def test_what_nobody_asked_for_is_still_refused(words):
+    with pytest.raises(InvalidRequest, match=r"unknown (argument b|option --loca)"):
+        verbs().parse_command_line(["secret", *words])
