@@ -337,3 +337,31 @@ async def test_durable_is_durable_where_the_operator_chose_speed(own_server: Pos
         told = other.execute("SELECT durable, was FROM told").fetchall()
     assert told == [("quick", "off"), ("durable", "on"), ("quick again", "off")]
     await store.close()
+
+
+async def test_who_waits_for_a_counter_holds_nothing_that_others_want(own_server: PostgresServer) -> None:
+    """Else two that add to the same counters in different orders would be a deadlock: a second for each."""
+    url = own_server.fresh()
+    store = await PostgresStore.open(url)
+    await store.commit(Add("a", 1), Add("b", 1), Put(Row("thing", "t-1", state="free", key="k")))
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'"
+    with psycopg.connect(url) as other, psycopg.connect(url, autocommit=True) as watcher:
+        other.execute("UPDATE rf_counters SET value = value WHERE name = 'a'")
+        ours = [
+            asyncio.create_task(store.commit(Add("b", 1), Add("a", 1))),
+            asyncio.create_task(
+                store.take("thing", key="k", state="free", into="taken", document={}, changes=[Add("a", 1)])
+            ),
+        ]
+        async with asyncio.timeout(PATIENCE):
+            while watcher.execute(waiting, (watcher.info.dbname,)).fetchone() != (2,):
+                await asyncio.sleep(0.01)
+        await store.commit(Add("b", 1))
+        await store.commit(Put(Row("thing", "t-1", state="free", key="k", revision=1)))
+        assert not any(task.done() for task in ours)
+        other.rollback()
+    _, taken = await asyncio.gather(*ours)
+    assert taken is not None
+    assert taken.revision == 3
+    assert (await store.counter("a"), await store.counter("b")) == (3, 3)
+    await store.close()
