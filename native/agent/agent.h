@@ -175,6 +175,7 @@ struct child {
 };
 void child_watch(struct child *child, pid_t pid);
 void child_forget(struct child *child);
+bool child_known(pid_t pid);
 void children_reap(void);
 void children_look(void); /* without waiting for a signal */
 extern bool children_none; /* the last wait found no child at all */
@@ -197,6 +198,7 @@ struct spawn {
     char **argv, **envp;
     const char *cwd;
     bool pty, stdin_open, merge, as_root;
+    bool zygote; /* its stdin is a socket, on which it is asked for copies of itself */
     uint16_t rows, columns;
 };
 struct spawned {
@@ -204,6 +206,7 @@ struct spawned {
     int status, in, out, err;
 };
 int spawn_start(const struct spawn *spawn, struct spawned *result, const char **step);
+int spawn_ask(const struct spawn *spawn, int zygote, struct spawned *result, const char **step); /* pid is not known yet */
 const char *spawn_step(unsigned number);
 bool become_workload(bool as_root);
 void reset_signals(void);

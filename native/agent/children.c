@@ -35,6 +35,14 @@ void child_forget(struct child *child)
         }
 }
 
+bool child_known(pid_t pid)
+{
+    for (const struct child *child = buckets[(unsigned)pid % BUCKETS]; child != NULL; child = child->next)
+        if (child->pid == pid)
+            return true;
+    return false;
+}
+
 void children_look(void) { wanted = true; }
 
 void children_reap(void)

@@ -18,7 +18,9 @@
 #define FLAG_ROOT 8u
 #define FLAG_MERGE 16u
 #define FLAG_DETACHED 32u
-#define FLAGS_ALL 63u
+#define FLAG_ZYGOTE 64u
+#define FLAGS_ALL 127u
+#define NO_COPY (FLAG_PTY | FLAG_ROOT | FLAG_DETACHED | FLAG_ZYGOTE)
 #define LIST_MAX 60000
 
 struct process *processes;
@@ -94,7 +96,7 @@ bool processes_reclaim(void)
 /* --- start --- */
 
 struct request {
-    struct field id;
+    struct field id, zygote;
     uint64_t flags, rows, columns, window, ring;
     char *block, *cwd;
     char **argv, **env;
@@ -127,9 +129,15 @@ static bool scan(struct request *request, const uint8_t *data, size_t size)
         case 7: right = right && field_number(&field, &request->columns); break;
         case 8: right = right && field_number(&field, &request->window); break;
         case 9: right = right && field_number(&field, &request->ring); break;
+        case 10: request->zygote = field; right = right && id_valid(&field); break;
         default: break;
         }
     }
+    uint64_t flags = request->flags;
+    if (flags & FLAG_ZYGOTE && (flags & (FLAG_PTY | FLAG_STDIN)) != FLAG_STDIN)
+        return false;
+    if (request->zygote.size != 0 && (flags & (NO_COPY | FLAG_STDIN)) != FLAG_STDIN)
+        return false;
     return right && id_valid(&request->id) && request->argc != 0 && !(request->flags & ~(uint64_t)FLAGS_ALL) &&
            request->rows <= 65535 && request->columns <= 65535 && request->window <= UINT32_MAX &&
            request->ring >= RING_MIN && request->ring <= RING_MAX;
@@ -178,37 +186,53 @@ static void send_pid(struct process *process)
     uint8_t bytes[32];
     struct writer out = writer_of(bytes, sizeof bytes);
     write_number(&out, 1, (uint64_t)process->child.pid);
+    if (process->copied)
+        write_number(&out, 2, 1);
     if (process->detached)
         channel_reply_end(channel, &out);
     else
         channel_reply(channel, &out);
 }
 
-/* The child has either reported a failing step, or its end of the pipe closed by a successful exec. */
-static void resolve_start(struct process *process)
+static void running(struct process *process)
 {
-    uint8_t report[8];
-    ssize_t got = read(process->status.fd, report, sizeof report);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR))
-        return;
-    loop_close(&process->status);
-    if (got != (ssize_t)sizeof report) {
-        process->state = PROCESS_RUNNING;
-        send_pid(process);
-        readers_pump(process);
-        return;
-    }
-    uint32_t words[2];
-    memcpy(words, report, sizeof words);
+    process->state = PROCESS_RUNNING;
+    send_pid(process);
+    readers_pump(process);
+}
+
+void process_failed(struct process *process, int error, const char *step)
+{
     struct channel *channel = process->starter;
     process->starter = NULL;
     if (channel != NULL) {
         if (channel->ops != NULL && channel->ops->ended != NULL)
             channel->ops->ended(channel); /* its reader goes, the channel stays for the error */
         channel->ops = NULL;
-        channel_error(channel, (int)words[0], spawn_step(words[1]));
+        channel_error(channel, error, step);
     }
     process_free(process);
+}
+
+/* The child has either reported a failing step, or its end of the pipe closed by a successful exec. */
+static void resolve_start(struct process *process)
+{
+    uint32_t words[2];
+    ssize_t got = read(process->status.fd, words, sizeof words);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR))
+        return;
+    loop_close(&process->status);
+    bool whole = got == (ssize_t)sizeof words;
+    if (process->asked_ns != 0) {
+        int error = whole ? copy_take(process, words) : ECHILD;
+        if (error == 0)
+            running(process);
+        else
+            process_failed(process, error, "zygote");
+    } else if (whole)
+        process_failed(process, (int)words[0], spawn_step(words[1]));
+    else
+        running(process);
 }
 
 static void status_ready(struct source *source, uint32_t events)
@@ -270,6 +294,7 @@ static struct process *process_new(const struct request *request)
     process->pty = request->flags & FLAG_PTY;
     process->drop = request->flags & FLAG_DROP;
     process->detached = request->flags & FLAG_DETACHED;
+    process->zygote = request->flags & FLAG_ZYGOTE;
     process->status.fd = process->in.fd = process->out[0].source.fd = process->out[1].source.fd = -1;
     process->out[0].process = process->out[1].process = process;
     process->started_ns = wall_ns();
@@ -286,8 +311,13 @@ static int start(struct channel *channel, const struct request *request, const c
         .argv = request->argv, .cwd = request->cwd != NULL ? request->cwd : config.workdir,
         .pty = request->flags & FLAG_PTY, .stdin_open = request->flags & FLAG_STDIN,
         .merge = request->flags & FLAG_MERGE, .as_root = request->flags & FLAG_ROOT,
-        .rows = (uint16_t)request->rows, .columns = (uint16_t)request->columns,
+        .rows = (uint16_t)request->rows, .columns = (uint16_t)request->columns, .zygote = request->flags & FLAG_ZYGOTE,
     };
+    int zygote = request->zygote.size != 0 ? copy_from(find(&request->zygote)) : -1;
+    if (request->zygote.size != 0 && zygote < 0) {
+        *step = "zygote";
+        return ESRCH;
+    }
     *step = "memory";
     struct process *process = process_new(request);
     if (process == NULL)
@@ -300,7 +330,7 @@ static int start(struct channel *channel, const struct request *request, const c
     if (plan.envp == NULL)
         error = errno;
     else if (process->detached || reader_add(process, channel, origin, request->window, false))
-        error = spawn_start(&plan, &spawned, step);
+        error = zygote < 0 ? spawn_start(&plan, &spawned, step) : spawn_ask(&plan, zygote, &spawned, step);
     free(plan.envp);
     if (error != 0) {
         if (channel->ops != NULL)
@@ -314,7 +344,10 @@ static int start(struct channel *channel, const struct request *request, const c
         channel->owner = process;
     }
     process->starter = channel;
-    child_watch(&process->child, spawned.pid);
+    if (zygote < 0)
+        child_watch(&process->child, spawned.pid);
+    else
+        copy_wait(process);
     output_start(process, spawned.out, spawned.err, spawned.in, (size_t)request->ring);
     process->status = (struct source){.fd = spawned.status, .ready = status_ready};
     loop_arm(&process->status, EPOLLIN);
@@ -433,6 +466,8 @@ void process_signal(struct channel *channel, const uint8_t *data, size_t size)
             error = ENOENT;
         else if (over(process))
             error = ESRCH;
+        else if (process->child.pid <= 0)
+            error = EAGAIN; /* no process yet, and certainly not ours */
         else if (kill(scope == 1 && process->state == PROCESS_RUNNING ? -process->child.pid : process->child.pid,
                       (int)number) < 0) /* before it runs it may not have its group yet */
             error = errno;

@@ -44,12 +44,20 @@ struct process {
     struct source status;
     struct channel *starter; /* whose REPLY is due once the program runs */
     bool detached;
+    bool zygote;       /* makes copies of itself */
+    uint64_t asked_ns; /* not 0: it is to become a copy of a zygote, asked for then; no process yet while it starts */
+    bool copied;
     struct reader *readers;
     uint64_t started_ns; /* since the epoch */
     uint64_t end[2], user_us, system_us, resident;
 };
 
 extern struct process *processes; /* newest first */
+void process_failed(struct process *process, int error, const char *step); /* its start did; frees it */
+
+int copy_from(const struct process *process);
+int copy_take(struct process *process, const uint32_t words[2]); /* 0 or an errno */
+void copy_wait(struct process *process);
 
 bool reader_add(struct process *process, struct channel *channel, const uint64_t from[2], uint64_t window, bool silent);
 void reader_pump(struct reader *reader);

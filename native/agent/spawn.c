@@ -10,8 +10,10 @@
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <grp.h>
 #include <termios.h>
 #include <unistd.h>
@@ -21,6 +23,8 @@
 #endif
 
 int null_fd = -1, oom_fd = -1;
+
+#define ASK_MAX 131072u /* bytes of a request to a zygote: folder and environment */
 
 enum step { STEP_CGROUP = 1, STEP_SESSION, STEP_TERMINAL, STEP_STDIO, STEP_IDENTITY, STEP_CWD, STEP_PROGRAM };
 static const char *const steps[] = {"start", "cgroup", "session", "terminal", "stdio", "identity", "cwd", "program"};
@@ -209,6 +213,16 @@ static int make_pipe(int *ours, int *theirs, bool we_read)
     return fcntl(*ours, F_SETFL, O_NONBLOCK) < 0 ? -1 : 0;
 }
 
+static int make_socket(int *ours, int *theirs)
+{
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0)
+        return -1;
+    *ours = ends[0];
+    *theirs = ends[1];
+    return fcntl(*ours, F_SETFL, O_NONBLOCK) < 0 ? -1 : 0;
+}
+
 static int open_pipes(const struct spawn *spawn, struct spawned *result, struct stdio *stdio)
 {
     if (make_pipe(&result->out, &stdio->out, true) < 0)
@@ -217,6 +231,8 @@ static int open_pipes(const struct spawn *spawn, struct spawned *result, struct 
         stdio->err = stdio->out;
     else if (make_pipe(&result->err, &stdio->err, true) < 0)
         return -1;
+    if (spawn->zygote)
+        return make_socket(&result->in, &stdio->in);
     if (spawn->stdin_open)
         return make_pipe(&result->in, &stdio->in, false);
     stdio->in = null_fd;
@@ -255,41 +271,102 @@ static void set_score(int score)
     }
 }
 
+static int open_all(const struct spawn *spawn, struct spawned *result, struct stdio *stdio, int report[2])
+{
+    *stdio = (struct stdio){-1, -1, -1};
+    *result = (struct spawned){-1, -1, -1, -1, -1};
+    if (pipe2(report, O_CLOEXEC | O_NONBLOCK) < 0) {
+        report[0] = report[1] = -1;
+        return -1;
+    }
+    return spawn->pty ? open_terminal(spawn, result, stdio) : open_pipes(spawn, result, stdio);
+}
+
+/* Keeps what is ours; or, after an error, nothing. */
+static int opened(struct spawned *result, const struct stdio *stdio, const int report[2], int error)
+{
+    if (report[1] >= 0)
+        close(report[1]);
+    close_theirs(stdio);
+    if (error == 0) {
+        result->status = report[0];
+        return 0;
+    }
+    const int ours[] = {report[0], result->in, result->out, result->err};
+    for (size_t i = 0; i < sizeof ours / sizeof ours[0]; i++)
+        if (ours[i] >= 0)
+            close(ours[i]);
+    return error;
+}
+
 int spawn_start(const struct spawn *spawn, struct spawned *result, const char **step)
 {
-    struct stdio stdio = {-1, -1, -1};
-    int report[2] = {-1, -1}, error;
-    *result = (struct spawned){-1, -1, -1, -1, -1};
+    struct stdio stdio;
+    int report[2], error;
     *step = spawn->pty ? "terminal" : "pipes";
-    if (pipe2(report, O_CLOEXEC | O_NONBLOCK) < 0)
-        return errno;
-    if ((spawn->pty ? open_terminal(spawn, result, &stdio) : open_pipes(spawn, result, &stdio)) < 0)
-        goto failed;
+    if (open_all(spawn, result, &stdio, report) < 0)
+        return opened(result, &stdio, report, errno);
     *step = "fork";
     set_score(config.oom);
     pid_t pid = fork();
     if (pid == 0)
         child_run(spawn, &stdio, report[1]);
-    error = errno;
+    error = pid < 0 ? errno : 0;
     set_score(0);
-    errno = error;
-    if (pid < 0)
-        goto failed;
-    close(report[1]);
-    close_theirs(&stdio);
     result->pid = pid;
-    result->status = report[0];
-    return 0;
-failed:
-    error = errno;
-    close(report[0]);
-    close(report[1]);
-    close_theirs(&stdio);
-    if (result->in >= 0)
-        close(result->in);
-    if (result->out >= 0)
-        close(result->out);
-    if (result->err >= 0)
-        close(result->err);
-    return error;
+    return opened(result, &stdio, report, error);
+}
+
+/* Folder and environment, a NUL after each. Returns its size, 0 if it is too long. */
+static size_t write_request(const struct spawn *spawn, char *text)
+{
+    size_t size = 0;
+    const char *next = spawn->cwd;
+    for (char *const *entry = spawn->envp; next != NULL; next = *entry++) {
+        size_t length = strlen(next) + 1;
+        if (length > ASK_MAX - size)
+            return 0;
+        memcpy(text + size, next, length);
+        size += length;
+    }
+    return size;
+}
+
+static int send_request(int zygote, const char *text, size_t size, const int descriptors[4])
+{
+    union {
+        struct cmsghdr header;
+        char space[CMSG_SPACE(4 * sizeof(int))];
+    } control;
+    memset(&control, 0, sizeof control);
+    struct iovec piece = {.iov_base = (char *)(uintptr_t)text, .iov_len = size};
+    struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = control.space,
+                             .msg_controllen = sizeof control.space};
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&message);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(4 * sizeof(int));
+    memcpy(CMSG_DATA(rights), descriptors, 4 * sizeof(int));
+    return sendmsg(zygote, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)size ? 0 : errno ? errno : EMSGSIZE;
+}
+
+/* A copy of a process that is there: it gets the pipes, and says in `status` which process it is. */
+int spawn_ask(const struct spawn *spawn, int zygote, struct spawned *result, const char **step)
+{
+    struct stdio stdio;
+    int report[2], error = E2BIG;
+    *step = "pipes";
+    if (open_all(spawn, result, &stdio, report) < 0)
+        return opened(result, &stdio, report, errno);
+    *step = "zygote";
+    char *text = malloc(ASK_MAX);
+    size_t size = text != NULL ? write_request(spawn, text) : 0;
+    errno = 0;
+    if (text == NULL)
+        error = ENOMEM;
+    else if (size != 0)
+        error = send_request(zygote, text, size, (const int[4]){stdio.in, stdio.out, stdio.err, report[1]});
+    free(text);
+    result->pid = 0;
+    return opened(result, &stdio, report, error);
 }

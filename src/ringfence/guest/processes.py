@@ -33,7 +33,10 @@ class ProcessSpec:
     sent here; attach later. ``drop``: with no reader and a full ring the oldest output is dropped, instead
     of the command waiting. ``ring``: bytes kept a stream (4,096 to 16 MiB, default 256 KiB).
     ``window``: bytes a stream that may be on their way to us, at most the ring. ``as_root``: as the
-    sandbox's own root.
+    sandbox's own root. ``zygote``: its stdin is a socket of packets, on which the guest asks it for copies of
+    itself. ``copy_of``: the id of a zygote; the command is a copy of it (:attr:`GuestProcess.copied`), and
+    ``argv`` only its name. What makes that impossible is refused (ESRCH: no such zygote runs; ETIMEDOUT: it
+    does not answer; ESTALE: it has begun with another environment; ECHILD: it died, or lies).
     """
 
     argv: tuple[str | bytes, ...]
@@ -50,6 +53,8 @@ class ProcessSpec:
     as_root: bool = False
     ring: int | None = None
     window: int | None = None
+    zygote: bool = False
+    copy_of: str | None = None
 
     def fields(self, number: str) -> list[tuple[int, Value | None]]:
         """The fields of process.start for the process id ``number``.
@@ -78,6 +83,7 @@ class ProcessSpec:
             | self.as_root * 8
             | self.merge_stderr * 16
             | self.detached * 32
+            | self.zygote * 64
         )
         size: tuple[int | None, int | None] = (self.rows, self.columns) if self.pty else (None, None)
         return [
@@ -90,6 +96,7 @@ class ProcessSpec:
             (7, size[1]),
             (8, self.stream_window),
             (9, self.ring),
+            (10, None if self.copy_of is None else check_id(self.copy_of)),
         ]
 
     @property
@@ -154,6 +161,7 @@ class GuestProcess:
         self.id = number
         self.pid = pid
         self.exit: ProcessExit | None = None
+        self.copied = False  # it is a copy of a zygote: a guest that knows none has started `argv`
         self.stdin_offset = 0  # bytes of input that the guest had taken when we attached
         self._channel: Channel | None = None
         self._signaller = signaller
@@ -162,6 +170,7 @@ class GuestProcess:
         """The guest has begun to answer on ``channel``."""
         self._channel = channel
         self.pid = reply.number(1)
+        self.copied = reply.number(2, 0) == 1
 
     def begin(self, asked: dict[int, int | None]) -> Callable[[Channel, Fields], None]:
         """For attach: what sets the offsets that the guest will send first, not before those asked for."""

@@ -17,9 +17,10 @@ from ringfence.guest.contexts.calls import Call
 from ringfence.guest.contexts.languages import LANGUAGES, MOST_CODE, Language, language
 from ringfence.guest.contexts.reading import Place
 from ringfence.guest.contexts.results import Ran
+from ringfence.guest.contexts.starting import copied, missing_program, until_ready
 from ringfence.guest.fields import clean
 from ringfence.guest.link import GuestLink
-from ringfence.guest.processes import FROM_NOW, STDERR, GuestProcess, ProcessSpec
+from ringfence.guest.processes import FROM_NOW, GuestProcess, ProcessSpec
 from ringfence.model.errors import (
     Conflict,
     DeadlineExceeded,
@@ -37,7 +38,6 @@ MOST_CONTEXTS: Final = 32  # that run at once in a sandbox
 START_TIME: Final = 60.0  # seconds for a kernel to say that it is ready: an emulated machine takes its time
 ZYGOTE: Final = "zygote"
 _PREFIX: Final = "ctx."
-_NO_PROGRAM: Final = 127  # what a shell says
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
 
 
@@ -124,7 +124,7 @@ class Contexts:
                 ring=RING,
             )
             try:
-                process = await self._link.start(spec)
+                process = await copied(self._link, kind, spec) or await self._link.start(spec)
             except GuestRefused as error:
                 if error.errno == errno.EEXIST:
                     raise Conflict(f"context {number} exists", hint="call it, or restart it") from None
@@ -134,7 +134,10 @@ class Contexts:
                 continue
             try:
                 async with asyncio.timeout(timeout):
-                    await _ready(kind, process)
+                    if not process.copied:
+                        with contextlib.suppress(GuestRefused):  # it has ended: why comes next
+                            await process.write(kind.source())
+                    await until_ready(kind, process)
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     await process.signal(signal.SIGKILL)
@@ -148,7 +151,7 @@ class Contexts:
             return Context(number, kind.name, cwd, True, process.pid)
         if refused is not None and cwd is not None and await self._missing(cwd):
             raise InvalidRequest(f"there is no folder {cwd[:256]!r} in the sandbox")
-        raise _missing_program(kind)
+        raise missing_program(kind)
 
     async def _missing(self, cwd: str) -> bool:
         try:
@@ -211,7 +214,7 @@ class Contexts:
         try:
             if process.offsets[0] == 0:  # it was made a moment ago, and is still reading its kernel
                 async with asyncio.timeout(START_TIME):
-                    await _until_ready(kind, process)
+                    await until_ready(kind, process)
             made = Call(name, id, process, kind.reader(name, False), Place(*process.offsets), timeout)
             made.admit = self.admit
             if fresh and not kind.forks:
@@ -362,46 +365,6 @@ class Contexts:
                 await process.wait()
         with contextlib.suppress(GuestRefused):
             await self._link.remove(number)
-
-
-async def _ready(kind: Language, process: GuestProcess) -> None:
-    """Send the kernel in, and return when it has said that it is ready."""
-    with contextlib.suppress(GuestRefused):  # it has ended: why comes next
-        await process.write(kind.source())
-    await _until_ready(kind, process)
-
-
-async def _until_ready(kind: Language, process: GuestProcess) -> None:
-    """Return when the kernel has said that it is ready.
-
-    Raises:
-        Unsupported: it ended before.
-    """
-    reader = kind.reader("-", False)
-    said = bytearray()
-    async for stream, offset, data in process:
-        if stream == STDERR:
-            said += data[: 4096 - len(said)]
-        reader.feed(stream, offset, data)
-        if reader.ready:
-            return
-    exit = await process.wait()
-    if exit.code == _NO_PROGRAM:
-        raise _missing_program(kind)
-    raise Unsupported(
-        f"the {kind.name} context ended with status {exit.status} before it was ready"
-        + (f": {clean(bytes(said), 1000)}" if said else ""),
-        hint=f"use a template with {kind.needs}",
-        capability=f"contexts.{kind.name}",
-    )
-
-
-def _missing_program(kind: Language) -> Unsupported:
-    return Unsupported(
-        f"the sandbox has no {' or '.join(kind.programs)} to run {kind.name}",
-        hint=f"use a template with {kind.needs}",
-        capability=f"contexts.{kind.name}",
-    )
 
 
 def language_of(context: Context) -> Language:

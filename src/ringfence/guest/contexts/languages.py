@@ -51,6 +51,7 @@ class Language:
     request: Callable[[str, str, Mapping[str, str], bool], bytes]
     reader: Callable[[str, bool], Reader]
     forks: bool = False  # it can run a call in a copy of itself
+    zygote: str | None = None  # the program whose copies are contexts, if there is one
 
     def source(self) -> bytes:
         """The kernel's text."""
@@ -59,6 +60,11 @@ class Language:
     def argv(self, program: str) -> tuple[str, ...]:
         """The command that reads the kernel from its input."""
         return self.command(program, len(self.source()))
+
+    def zygote_source(self) -> bytes:
+        """The zygote's text."""
+        assert self.zygote is not None
+        return _source(self.zygote)
 
 
 def language(name: str) -> Language:
@@ -110,6 +116,7 @@ LANGUAGES: Final = {
         _lines,
         Lines,
         forks=True,
+        zygote="python_zygote.py",
     ),
     "javascript": Language(
         "javascript",
@@ -144,5 +151,10 @@ def _source(kernel: str) -> bytes:
     folder = resources.files("ringfence.guest.contexts.kernels")
     source = (folder / kernel).read_text("utf-8")
     if kernel == "python.py":
-        source = f"DISPLAY = {(folder / 'python_display.py').read_text('utf-8')!r}\n{source}"
+        display, output = (
+            (folder / f"python_{name}.py").read_text("utf-8") for name in ("display", "output")
+        )
+        source = f"DISPLAY = {display!r}\n{output}\n{source}"
+    elif kernel == "python_zygote.py":
+        source = f"KERNEL = {_source('python.py').decode()!r}\n{source}"
     return source.encode()
