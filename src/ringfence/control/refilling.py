@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ringfence.control.caching import RowCache
 from ringfence.control.core import Core, log, passed
 from ringfence.control.ending import Ending
 from ringfence.control.pools import BELIEVED, POOL, RATE, Pool, Pools
@@ -61,7 +62,12 @@ class Refilling:
         self._started: dict[str, set[asyncio.Task[None]]] = {}
         self._unwritten: dict[str, set[str]] = {}  # members decided on that have no row yet, by pool
         self._mine: dict[str, float] = {}  # leases, with when to renew them
+        self._rates = RowCache(core.store, RATE)
         self._lapsed = 0.0
+
+    async def close(self) -> None:
+        """Let go of what is watched. Idempotent."""
+        await self._rates.close()
 
     def urge(self, pool: str) -> None:
         """A pool needs looking after now."""
@@ -118,7 +124,6 @@ class Refilling:
         # another process has begun counts until it is warm, or found to be dead.
         unwritten = len(self._unwritten.get(pool.id, ()))
         there = await core.store.count(KIND, states=[state.value for state in MEMBERS], key=key)
-        warm = await core.store.count(KIND, states=[State.WARM.value], key=key)
         wanted = await self.wanted(pool)
         if pool.retry > core.now():
             return
@@ -133,7 +138,8 @@ class Refilling:
             started.add(task)
             task.add_done_callback(started.discard)
             task.add_done_callback(lambda _: self._urged.set())
-        if warm > min(pool.max, math.ceil(wanted * SPARE) + 1):
+        enough = min(pool.max, math.ceil(wanted * SPARE) + 1)
+        if there > enough and await core.store.count(KIND, states=[State.WARM.value], key=key) > enough:
             await self._surplus(key)
 
     async def wanted(self, pool: Pool) -> int:
@@ -145,7 +151,7 @@ class Refilling:
         now = core.now()
         claims = await core.store.counter(pool.counter("claims"))
         try:
-            row = await core.store.get(RATE, pool.id)
+            row = await self._rates.get(pool.id)
         except NotFound:
             row = Row(
                 RATE, pool.id, pool.project, created=now, document={"rate": 0.0, "at": now, "claims": 0}

@@ -128,6 +128,7 @@ class Control:
         """Stop the background work, let go of links. Sandboxes live on. Idempotent."""
         await stopped(self._background)
         self._background = []
+        await self.refilling.close()
         await self.core.close()
         await self.links.close()
         if self._quotas is not None:
