@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from ringfence.model.errors import GuestError, RingfenceError, RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import STAGE, RuntimeContext
-from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, StartSpec
+from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
@@ -253,31 +253,44 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
             yield "--die-with-parent"
         yield from ("--uid", str(identity.uid), "--gid", str(identity.gid), "--hostname", spec.hostname)
         yield from ("--seccomp", str(_SECCOMP), "--info-fd", str(_INFO))
-        yield from _entries(files.lowers, "", merged)
+        whole = bool(merged) and _whole(files)
+        if whole:  # one bind instead of one for each entry: bwrap reads the table of mounts after each
+            yield from ("--ro-bind", merged, "/")
+        else:
+            yield from _entries(files.lowers, "", merged)
         for bind in files.binds:
             yield from ("--ro-bind" if bind.read_only else "--bind", bind.source, bind.target)
-        yield from ("--proc", "/proc", "--dev", "/dev")
-        yield from ("--perms", "1777", "--size", str(max(16 << 20, spec.memory // 2)), "--tmpfs", "/dev/shm")  # noqa: S108
-        yield from (
-            "--remount-ro",
-            "/dev",
-            "--perms",
-            "0755",
-            "--size",
-            str(1 << 20),
-            "--tmpfs",
-            "/run/secrets",
-        )
+        yield from ("--proc", "/proc")
         for path in MASKED:
             if os.path.isdir(path):
                 yield from ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
             elif os.path.lexists(path):
                 yield from ("--ro-bind", "/dev/null", path)
+        yield from ("--dev", "/dev", "--perms", "1777", "--size", str(max(16 << 20, spec.memory // 2)))
+        yield from ("--tmpfs", "/dev/shm", "--remount-ro", "/dev")  # noqa: S108
+        yield from ("--perms", "0755", "--size", str(1 << 20), "--tmpfs", "/run/secrets")
         for path, size, mode in writable_folders(files):
             yield from ("--perms", mode, "--size", str(size), "--tmpfs", path)
         for path in files.read_only:
             yield from ("--remount-ro", path)
-        yield from ("--remount-ro", "/", "--chdir", "/")
+        if not whole:
+            yield from ("--remount-ro", "/")
+        yield from ("--chdir", "/")
+
+
+def _whole(files: RootFs) -> bool:
+    """Whether the merged layers can be the root as they are: all that is mounted in it finds its place, and
+    nothing shows that has to be hidden.
+    """
+    found = _merge(files.lowers, "")
+    targets = [bind.target for bind in files.binds] + [path for path, _, _ in writable_folders(files)]
+    needed = {"proc", "dev", "sys", "run", *(target.split("/")[1] for target in targets)}
+    if not needed <= found.keys() or not all(stat.S_ISDIR(found[name][0].st_mode) for name in needed):
+        return False
+    hidden = [
+        f"{layer}/{name}" for name in ("sys", ".ringfence") if name in found for layer in found[name][1]
+    ]
+    return not any(os.listdir(folder) for folder in hidden)
 
 
 def _entries(lowers: tuple[str, ...], path: str, merged: str = "") -> Iterator[str]:

@@ -82,7 +82,7 @@ BOMBS = [
         "inode-bomb",
         "inode_bomb.c",
         ("/workspace", "150000"),
-        row("contained:ENOSPC", bubblewrap="contained:out_of_memory"),
+        row("contained:ENOSPC", bubblewrap="contained:out_of_memory", podman="contained:out_of_memory"),
         Control(
             namespaces=("mount",),
             args=("{folder}/disk", "150000"),
@@ -95,7 +95,7 @@ BOMBS = [
         "inode-bomb-shm",
         "inode_bomb.c",
         ("/dev/shm", "150000"),
-        row("contained:ENOSPC", bubblewrap="contained:out_of_memory"),
+        row("contained:ENOSPC", bubblewrap="contained:out_of_memory", podman="contained:out_of_memory"),
         Control(
             namespaces=("mount",),
             args=("{folder}/disk", "150000"),

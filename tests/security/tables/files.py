@@ -115,7 +115,7 @@ FILES = [
         "ringfence-folder-read",
         "ringfence_folder.py",
         ("read",),
-        row("denied:EACCES", jail_user="succeeded", bubblewrap="empty"),
+        row("denied:EACCES", jail_user="succeeded", bubblewrap_user="empty"),
         NoControl("the folder exists behind our own wall only"),
         note="a normal user's sandbox has one uid: it can read its own upper layer, nothing else",
     ),
@@ -123,7 +123,7 @@ FILES = [
         "ringfence-folder-write",
         "ringfence_folder.py",
         ("write",),
-        row("denied:EACCES", jail_user="denied:EROFS", bubblewrap="denied:EROFS"),
+        row("denied:EACCES", jail_user="denied:EROFS", bubblewrap_user="denied:EROFS"),
         NoControl("the folder exists behind our own wall only"),
     ),
     Attack(

@@ -152,7 +152,7 @@ PROCESSES = [
         "agent-socket",
         "agent_socket.py",
         ("{state}/guest.sock", "/.ringfence/guest.sock", "guest.sock", "/run/guest.sock"),
-        row("invisible", jail_root="denied:EACCES+invisible"),
+        row("invisible", jail_root="denied:EACCES+invisible", bubblewrap_root="denied:EACCES+invisible"),
         Control(args=("{unix}",)),
     ),
 ]
