@@ -295,9 +295,31 @@ void readers_close(struct process *process)
         reader_done(process->readers);
 }
 
+void reader_muted(const struct reader *reader)
+{
+    struct writer nothing = writer_of(NULL, 0);
+    channel_event(reader->channel, 4, &nothing);
+}
+
+void readers_mute(struct process *process)
+{
+    for (struct reader *reader = process->readers; reader != NULL; reader = reader->next) {
+        if (reader->mute)
+            continue;
+        reader->mute = true;
+        if (reader->channel != process->starter) /* no event before its REPLY */
+            reader_muted(reader);
+    }
+}
+
 static void on_data(struct channel *channel, const uint8_t *data, size_t size)
 {
-    struct process *process = ((struct reader *)channel->owner)->process;
+    const struct reader *reader = channel->owner;
+    struct process *process = reader->process;
+    if (reader->mute) {
+        channel_consumed(channel, size);
+        return;
+    }
     process->in_taken += size;
     if (process->in.fd < 0 || process->in_eof) {
         channel_consumed(channel, size); /* nobody reads it */
@@ -326,8 +348,9 @@ static void on_data(struct channel *channel, const uint8_t *data, size_t size)
 
 static void on_eof(struct channel *channel)
 {
-    struct process *process = ((struct reader *)channel->owner)->process;
-    if (process->in.fd < 0 || process->in_eof)
+    const struct reader *reader = channel->owner;
+    struct process *process = reader->process;
+    if (reader->mute || process->in.fd < 0 || process->in_eof)
         return;
     if (process->pty) {
         uint8_t end = 4; /* what a user would type */

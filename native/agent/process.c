@@ -190,8 +190,11 @@ static void send_pid(struct process *process)
         write_number(&out, 2, 1);
     if (process->detached)
         channel_reply_end(channel, &out);
-    else
+    else {
         channel_reply(channel, &out);
+        if (((const struct reader *)channel->owner)->mute)
+            reader_muted(channel->owner);
+    }
 }
 
 static void running(struct process *process)
@@ -430,10 +433,12 @@ void process_attach(struct channel *channel, const uint8_t *data, size_t size)
         else if (from[i] > ring->end)
             from[i] = ring->end;
     }
-    if (window > UINT32_MAX || arguments.numbers[4] > 1) {
+    if (window > UINT32_MAX || arguments.numbers[4] > 3) {
         channel_error(channel, EINVAL, "fields");
         return;
     }
+    if (arguments.numbers[4] & 2)
+        readers_mute(process);
     if (!reader_add(process, channel, from, window, arguments.numbers[4] & 1)) {
         channel_error(channel, ENOMEM, "reader");
         return;

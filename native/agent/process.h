@@ -26,6 +26,7 @@ struct reader {
     bool ended[2];    /* EOF sent, or not wanted */
     bool told;        /* EVENT exit sent */
     bool silent;
+    bool mute;        /* another one has taken the input over: what its host still sends is dropped */
 };
 
 struct process {
@@ -60,6 +61,8 @@ int copy_take(struct process *process, const uint32_t words[2]); /* 0 or an errn
 void copy_wait(struct process *process);
 
 bool reader_add(struct process *process, struct channel *channel, const uint64_t from[2], uint64_t window, bool silent);
+void readers_mute(struct process *process); /* of all that are there */
+void reader_muted(const struct reader *reader); /* tells its host */
 void reader_pump(struct reader *reader);
 void readers_pump(struct process *process);
 void readers_close(struct process *process);

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _START, _ATTACH, _SIGNAL, _LIST, _REMOVE = 1, 2, 3, 4, 6
 _DIAL, _LISTEN, _DATAGRAMS, _BIND, _STATS, _QUIESCE, _SHUTDOWN = 32, 33, 35, 48, 49, 50, 51
 _NO_OUTPUT = 1  # flag of process.attach
+_ALONE = 2
 
 
 class GuestLink:
@@ -179,6 +180,7 @@ class GuestLink:
         stderr: int | None = None,
         *,
         output: bool = True,
+        alone: bool = False,
         window: int | None = None,
     ) -> GuestProcess:
         """Attach to a command by its id, also one that has ended.
@@ -189,11 +191,14 @@ class GuestLink:
                 ``processes.FROM_NOW``: only what comes. What was dropped from the ring shows in
                 :attr:`Output.offset` of the first piece.
             output: False for the exit only.
+            alone: take the input over: whoever is attached now is told (:attr:`GuestProcess.displaced`), and
+                what they send from now on is dropped. :attr:`GuestProcess.stdin_offset`: what was taken
+                till then.
             window: bytes a stream that may be on their way (default 65,536). More than the command's ring,
                 and a link that is lost may cost what was on its way.
 
         Raises:
-            GuestRefused: ENOENT, no such command.
+            GuestRefused: ENOENT, no such command; EINVAL, a guest that knows no ``alone``.
         """
         window = processes.check_window(window, processes.ATTACH_WINDOW)
         process = GuestProcess(number, 0, self.signal)
@@ -205,7 +210,7 @@ class GuestLink:
                 (1, processes.check_id(number)),
                 (2, stdout),
                 (3, stderr),
-                (4, None if output else _NO_OUTPUT),
+                (4, (0 if output else _NO_OUTPUT) | (_ALONE if alone else 0) or None),
                 (8, window),
             ],
             f"attach to {number}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Awaitable, Callable
 from dataclasses import field
@@ -19,7 +20,7 @@ FROM_NOW = 2**64 - 1  # an offset for attach: only what comes from now on
 SCOPES = {"process": 0, "group": 1, "sandbox": 2}
 MOST_RING = 16 * 1024 * 1024
 _ID_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
-_EXIT = 1  # EVENT of a process that ended
+_EXIT, _DISPLACED = 1, 4  # EVENT: it has ended; somebody else writes its input from now on
 _MOST_SIGNAL = 64
 
 
@@ -163,6 +164,7 @@ class GuestProcess:
         self.exit: ProcessExit | None = None
         self.copied = False  # it is a copy of a zygote: a guest that knows none has started `argv`
         self.stdin_offset = 0  # bytes of input that the guest had taken when we attached
+        self.displaced = asyncio.Event()  # another one took the input over: what we write is dropped
         self._channel: Channel | None = None
         self._signaller = signaller
 
@@ -189,6 +191,8 @@ class GuestProcess:
 
     def on_event(self, number: int, fields: Fields) -> None:
         """EVENT of the channel; unknown ones are from a later version and mean nothing to us."""
+        if number == _DISPLACED:
+            self.displaced.set()
         if number != _EXIT:
             return
         if self.exit is not None:
@@ -279,13 +283,13 @@ class GuestProcess:
         """Write to standard input, as fast as the command takes it.
 
         Raises:
-            GuestRefused: EPIPE, the command has ended.
+            GuestRefused: EPIPE, the command has ended, or somebody else writes now.
             WrongState: the input was closed.
             LinkLost, ProtocolViolation: the link ended.
         """
         if self._channel is None:
             raise GuestRefused(errno.EPIPE, f"process {self.id} is detached")
-        await self._channel.send(data, until=lambda: self.exit is not None)
+        await self._channel.send(data, until=lambda: self.exit is not None or self.displaced.is_set())
 
     async def close_stdin(self) -> None:
         """End standard input. Idempotent; harmless when the command has ended."""

@@ -398,3 +398,59 @@ def test_ended_commands_hold_no_terminal(walled: Wall, client: Client) -> None:
         client.call(SIGNAL, (1, f"p{i}"), (2, 9))
         follow(client, channel)
     assert len(os.listdir(f"/proc/{walled.pid}/fd")) == before
+
+
+def test_one_who_takes_the_input_over_is_the_only_one_who_writes(walled: Wall, client: Client) -> None:
+    first = started(client, "a", "cat", flags=STDIN)
+    at = client.data(first, b"one ")
+    assert client.frame(first).payload[9:] == b"one "
+    other, third = walled.client(), walled.client()
+    beside = third.open(ATTACH, (1, "a"))
+    assert numbers(third.reply(beside))[4] == 4
+    alone = other.open(ATTACH, (1, "a"), (2, FROM_NOW), (4, 2))
+    assert numbers(other.reply(alone))[4] == 4
+    for told, channel in ((client, first), (third, beside)):
+        while (frame := told.frame(channel)).type != EVENT:
+            pass
+        assert frame.payload == b"\x04\x00"
+    at = client.data(first, b"late ", at)  # more of what is dropped than it has credit at once
+    for _ in range(40):
+        at = client.data(first, b"x" * 4096, at)
+        client.ping()
+    third.data(beside, b"late ", 4)
+    third.eof(beside, 9)
+    third.ping()
+    after = walled.client()
+    joined = after.open(ATTACH, (1, "a"), (2, FROM_NOW))  # after it: as ever
+    assert numbers(after.reply(joined))[4] == 4
+    other.data(alone, b"two ", 4)
+    assert other.frame(alone).payload[9:] == b"two "
+    after.data(joined, b"three ", 4)
+    assert other.frame(alone).payload[9:] == b"three "
+    other.eof(alone, 8)
+    assert follow(other, alone).code == 0
+    assert bytes(follow(client, first).out[1]) == b"two three "
+    with pytest.raises(AgentError):
+        after.call(ATTACH, (1, "a"), (4, 4))
+
+
+def test_input_can_be_taken_over_before_it_runs(walled: Wall, client: Client) -> None:
+    """Whichever comes first: the one who starts it hears of it after its REPLY."""
+    other = walled.client()
+    first = client.open(START, (1, "a"), *argv("cat"), (5, STDIN))
+    alone = None
+    while alone is None:
+        try:
+            channel = other.open(ATTACH, (1, "a"), (4, 2))
+            other.reply(channel)
+            alone = channel
+        except AgentError as error:
+            if error.errno != errno.ENOENT:
+                raise
+    client.reply(first)
+    assert client.frame(first).type == EVENT
+    client.data(first, b"dropped")
+    client.ping()
+    other.data(alone, b"kept")
+    other.eof(alone, 4)
+    assert bytes(follow(other, alone).out[1]) == b"kept"

@@ -98,3 +98,44 @@ async def test_input_of_one_who_follows_is_counted_from_where_he_came(pair: tupl
         wanted = hashlib.sha256(first + second + rest).hexdigest()
         assert (await follower.wait()).stdout.split()[0] == wanted
         await box.kill()
+
+
+async def test_a_living_api_that_has_not_noticed_the_break_delivers_nothing_more(
+    pair: tuple[Serving, Serving],
+) -> None:
+    """A client is cut off, and sends again through another API what the first has in hand: it comes once."""
+    from websockets.exceptions import ConnectionClosed
+
+    here, there = (AsyncService(each.url, pair[0].key) for each in pair)
+    async with here, there:
+        box = await AsyncSandbox.create(**SMALL, service=here)
+        path = f"/v1/sandboxes/{box.id}/execute"
+        first = {"type": "execute", "command_id": "one", "argv": ["cat"], "keep_stdin": True, "binary": True}
+        old = await box._transport.connect(path)
+        try:
+            await old.send(json.dumps(first))
+            assert json.loads(await old.recv())["fresh"]
+            await old.send(b"one ")
+            assert (await old.recv())[9:] == b"one "
+            new = await (await AsyncSandbox.connect(box.id, service=there))._transport.connect(path)
+            try:
+                await new.send(json.dumps(first | {"take_input": True, "stdout_offset": 4}))
+                started = json.loads(await new.recv())
+                assert (started["fresh"], started["stdin_offset"]) == (False, 4)
+                closed = asyncio.ensure_future(old.wait_closed())
+                with contextlib.suppress(ConnectionClosed):
+                    for _ in range(50):  # what the first API still has: it may be told at any moment
+                        await old.send(b"twice ")
+                await new.send(b"twice ")
+                await new.send(json.dumps({"type": "eof"}))
+                said = b""
+                while isinstance(piece := await new.recv(), bytes):
+                    said += piece[9:]
+                assert said == b"twice " and json.loads(piece)["exit_code"] == 0
+                await closed
+                assert old.close_code == 1001
+            finally:
+                await new.close()
+        finally:
+            await old.close()
+        await box.kill()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import struct
 from typing import Annotated, Any, Literal
 
@@ -86,7 +87,7 @@ async def execute(socket: Socket) -> None:
     else:
         process, fresh = await get_or_start(link, asked.spec(attached=True), offsets)
     if asked.take_input and not fresh:
-        process = await _settled(socket, process, offsets)
+        process = await _alone(socket, process, offsets)
     session = _Session(socket, process, asked.binary)
     if fresh:
         session.kill_on_disconnect = asked.kill_on_disconnect
@@ -113,11 +114,28 @@ async def attach(socket: Socket) -> None:
     await _Session(socket, process, binary=False).run(fresh=False)
 
 
-async def _attach(socket: Socket, number: str, offsets: tuple[int | None, int | None]) -> GuestProcess:
+async def _attach(
+    socket: Socket, number: str, offsets: tuple[int | None, int | None], *, alone: bool = False
+) -> GuestProcess:
     if not is_id(number):
         raise NotFound(f"no command {number[:64]!r}", hint="ids are of A-Z a-z 0-9 . _ -")
     link = await socket.control.link(socket.principal, socket.sandbox)
-    return await link.attach(number, *offsets)
+    return await link.attach(number, *offsets, alone=alone)
+
+
+async def _alone(
+    socket: Socket, process: GuestProcess, offsets: tuple[int | None, int | None]
+) -> GuestProcess:
+    """Attached anew, as the only one that writes: from its `stdin_offset` on, whatever others (another
+    process of the service that has not noticed yet that its client is gone) still send.
+    """
+    await process.close()
+    try:
+        return await _attach(socket, process.id, offsets, alone=True)
+    except GuestRefused as error:
+        if error.errno != errno.EINVAL:  # a guest of before
+            raise
+    return await _settled(socket, await _attach(socket, process.id, offsets), offsets)
 
 
 async def _settled(
@@ -158,7 +176,7 @@ class _Session:
         self.timeout: float | None = None
         # Bounded: a command that does not read its input stops the client, as a full pipe would.
         self.inputs: asyncio.Queue[bytes | None] = asyncio.Queue(_WINDOW)
-        self.evicted = asyncio.Event()  # another client takes the input over
+        self.evicted = process.displaced  # another client takes the input over
         self._timed_out = False
         self._ended = False
 
