@@ -139,6 +139,14 @@ async def test_input_attach_and_resume(kit: Kit) -> None:
     link = await kit.link(sandbox)
     again, now = await link.attach("kept", stdout=0), await link.attach("kept", stdout=FROM_NOW)
     assert again.stdin_offset == 4
+    late, again = again, await link.attach("kept", stdout=0, alone=True)
+    await late.displaced.wait()
+    with pytest.raises(GuestRefused):
+        await late.write(b"late\n")
+    late.displaced.clear()  # a host that has not heard of it yet
+    await late.write(b"late\n")
+    await late.close_stdin()
+    await late.close()
     await again.write(b"two\n")
     await again.close_stdin()
     assert (await finish(again)).text == "got one\ngot two"

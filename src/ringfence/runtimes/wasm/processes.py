@@ -23,7 +23,7 @@ _RING, _LEAST_RING, _MOST_RING = 262_144, 4096, 16 << 20
 _NOW = 2**64 - 1
 _MOST_ENDED = 512
 _PIECE = 65_536
-_EXIT = 1
+_EXIT, _DISPLACED = 1, 4
 _MOST_LIST = 60_000
 _ID = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 
@@ -269,7 +269,7 @@ class ProcessChannel(Channel):
         self.at = dict.fromkeys(self.streams, 0)
         self.first = dict.fromkeys(self.streams, 0)
         self._ended: set[int] = set()
-        self._told = False
+        self._told = self.mute = False
         self._taken = process.input_taken
         self._started = False
 
@@ -288,14 +288,27 @@ class ProcessChannel(Channel):
 
     def on_data(self, data: bytes) -> None:
         """See the base."""
-        self.process.write(data)
+        if self.mute:
+            self.grant(len(data))
+        else:
+            self.process.write(data)
 
     def on_eof(self) -> None:
         """See the base."""
-        self.process.end_input()
+        if not self.mute:
+            self.process.end_input()
+
+    def displace(self) -> None:
+        """Somebody else writes from now on: what this host still sends is dropped."""
+        if not self.mute:
+            self.mute = True
+            self.grant(HOST_WINDOW - self.room)
+            self.link.send(frames.event_frame(self.number, _DISPLACED, b""))
 
     def taken(self) -> None:
         """Input was taken: the host may send more."""
+        if self.mute:
+            return
         count = self.process.input_taken - self._taken
         if count > 0:
             self._taken += count
@@ -459,6 +472,9 @@ def attach(worker: Worker, link: Link, number: int, fields: Fields) -> None:
         firsts[stream] = newest if asked == _NOW else max(oldest, min(asked, newest))
         if stream in channel.at:
             channel.at[stream] = firsts[stream]
+    if fields.number(4, 0) & 2:
+        for reader in list(process.readers):
+            reader.displace()
     link.add(channel)
     taken = process.input_taken + len(process.input)
     channel.reply([(1, process.pid), (2, firsts[1]), (3, firsts[2]), (4, taken)])
