@@ -38,7 +38,7 @@ def ensure(state: Path) -> None:
         add(store, source, ImportOptions(name=NAME))
 
 
-def archive() -> Path:
+def archive(packages: tuple[str, ...] = PACKAGES) -> Path:
     """The root file system as a tar, made if it is not there.
 
     Raises:
@@ -46,14 +46,14 @@ def archive() -> Path:
     """
     folder = cache_root() / "tests"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{SUITE}-{'-'.join(PACKAGES)}.tar"
+    path = folder / f"{SUITE}-{'-'.join(packages)}.tar"
     with open(folder / f".{path.name}.lock", "w") as lock:  # one makes it, others wait
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return path
         work = folder / f".{path.name}.new"
         try:
-            with debian.build(SUITE, packages=PACKAGES) as built, open(work, "wb") as file:
+            with debian.build(SUITE, packages=packages) as built, open(work, "wb") as file:
                 while piece := built.read(1 << 20):
                     file.write(piece)
                 built.check()
