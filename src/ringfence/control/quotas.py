@@ -36,8 +36,8 @@ class Quota:
     members of all pools together, at most. ``requests``: a second, and ``burst`` at once, per API process.
 
     At the egress doors, all sandboxes together: ``connections`` at once and ``bandwidth`` (bits a second,
-    each way), per API process; ``egress_requests``, ``egress_bytes``, ``egress_spend`` since the project is,
-    and ``egress_rate``, requests a second, per API process.
+    each way), and ``egress_rate``, requests a second, for all API processes of the store together;
+    ``egress_requests``, ``egress_bytes``, ``egress_spend`` since the project is.
     """
 
     alive: int | None = 1000

@@ -9,7 +9,7 @@ import os
 import pwd
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -425,6 +425,30 @@ class Doors:
         names = list(sandboxes)
         self._revoked.setdefault(sandbox, set()).update(names)
         await self._call("revoke", sandbox=sandbox, sandboxes=names)
+
+    # -- shares of a project's limits
+
+    async def share_wants(self) -> dict[str, dict[str, int]]:
+        """What was needed of each limit since the last call, by project (``egress.shares``)."""
+        found: dict[str, dict[str, int]] = await self._call("share_wants")
+        return found
+
+    async def share_shrink(self, project: str, amounts: Mapping[str, int]) -> dict[str, Any]:
+        """No more than this from now on: see ``egress.sharing.Shared.shrink``."""
+        found: dict[str, Any] = await self._call("share_shrink", project=project, amounts=dict(amounts))
+        return found
+
+    async def share_grant(
+        self, project: str, limits: Mapping[str, float], amounts: Mapping[str, int], until: float, gain: float
+    ) -> None:
+        """This share, until that moment of the machine's monotonic clock."""
+        values = {"limits": dict(limits), "amounts": dict(amounts), "until": until, "gain": gain}
+        await self._call("share_grant", project=project, **values)
+
+    async def share_drop(self, project: str, *, cut: bool) -> dict[str, Any]:
+        """No share any more; with ``cut`` what counts ends. See ``egress.engine.Engine.unshare``."""
+        found: dict[str, Any] = await self._call("share_drop", project=project, cut=cut)
+        return found
 
     # -- what was used
 

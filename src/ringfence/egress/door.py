@@ -33,13 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProjectLimits:
-    """What all sandboxes of a project share at the doors of one process; ``None``: without limit.
+    """What all sandboxes of a project share; ``None``: without limit.
 
-    ``connections``: at once. ``bandwidth``: bits a second, each way.
+    ``connections``: at once. ``bandwidth``: bits a second, each way. ``rate``: requests a second, where
+    ``shared``: then doors of other processes have a part of all of these, and this one has what
+    ``Doors.share_grant`` gives.
     """
 
     connections: int | None = None
     bandwidth: int | None = None
+    rate: float | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,11 @@ class Door:
         """
         self.project_budget = _budget(budget)
         self.spec = replace(self.spec, project_budget=budget, limits=limits)
+        for flow in self.flows:  # also those from before there was a limit
+            if limits.shared and limits.connections is not None:
+                self.engine.shared(self.spec.project).flows.add(flow)
+            else:
+                self.engine.unshared(flow)
 
     def remember(self, answer: Mapping[str, Any]) -> Rule | None:
         """Somebody's answer is a rule from now on; ``None``: it is too long, or there are too many."""
@@ -373,12 +382,14 @@ class Door:
         self.flows.add(flow)
         self.engine.connections[self.spec.project] += 1
 
-    def crowded(self) -> str:
+    async def crowded(self, flow: Flow) -> str:
         """Whose connections are too many now; empty: nobody's."""
         spec = self.spec
         if len(self.flows) > self.network.connections:
             return "this sandbox"
         most = spec.limits.connections
+        if spec.limits.shared and most is not None:
+            return "" if await self.engine.shared(spec.project).enter(flow) else "this project"
         if spec.project and most is not None and self.engine.connections[spec.project] > most:
             return "this project"
         return ""
@@ -388,6 +399,7 @@ class Door:
         if flow in self.flows:
             self.flows.discard(flow)
             self.engine.disconnected(self.spec.project)
+            self.engine.unshared(flow)
 
     async def close(self) -> None:
         """End all connections. Idempotent."""

@@ -22,13 +22,15 @@ from ringfence.egress.redaction import Redactors
 from ringfence.egress.remembering import answer_rule
 from ringfence.egress.resolver import CachingResolver, DnsResolver, Resolver, SystemResolver
 from ringfence.egress.secrets import SecretStore
-from ringfence.egress.throttle import Bucket, Buckets
+from ringfence.egress.sharing import Shared
+from ringfence.egress.throttle import Bucket, Buckets, Takes
 from ringfence.egress.upstream import Upstreams
 from ringfence.model.values import dataclass
 
 T = TypeVar("T")
 _LIGHT = 64 * 1024  # bytes that may be looked through at once
 _MOST_PATH = 2000  # letters of a path in the log
+_UNSHARE = 5.0  # seconds for connections to end whose share is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,15 @@ class Engine:
         self._heavy = asyncio.Lock()
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self.connections: Counter[str] = Counter()  # open ones, by project
+        self._shared: dict[str, Shared] = {}  # shares of limits that are other processes' too, by project
 
     def _emit(self, event: dict[str, Any]) -> None:
         self.emit(self.redactors.of(str(event.get("project", ""))).values(event))
 
     async def close(self) -> None:
         """Let go of the files."""
+        for shared in self._shared.values():
+            shared.close()
         self.meter.close()
         self.records.close()
         self.log.close()
@@ -114,28 +119,65 @@ class Engine:
             finally:
                 await asyncio.sleep(min(time.process_time() - began, 1.0))
 
+    def shared(self, project: str) -> Shared:
+        """This process's share of a project's limits; there is nothing in it until somebody gives some."""
+        found = self._shared.get(project)
+        if found is None:
+            found = self._shared[project] = Shared()
+        return found
+
+    def shares(self) -> dict[str, Shared]:
+        """All of them, by project."""
+        return dict(self._shared)
+
+    def unshared(self, flow: Flow) -> None:
+        """A connection does not count towards its project's share any more."""
+        if (found := self._shared.get(flow.door.spec.project)) is not None:
+            found.leave(flow)
+
+    async def unshare(self, project: str, *, cut: bool) -> dict[str, Any]:
+        """Give a share up. ``cut``: what counts ends with it; else there is no limit any more.
+
+        Returns the connections that have not ended (``open``), and the requests that were left (``level``).
+        """
+        found = self._shared.get(project)
+        if found is None:
+            return {"open": 0, "level": 0.0}
+        told = found.shrink({})
+        if not cut:
+            found.flows.clear()
+        found.cut()
+        await found.emptied(_UNSHARE)
+        if not found.flows and self._shared.get(project) is found:
+            del self._shared[project]
+            found.close()
+        return {"open": len(found.flows), "level": told["back"]}
+
     def disconnected(self, project: str) -> None:
         """A connection of one of its sandboxes is over."""
         self.connections[project] -= 1
         if self.connections[project] <= 0:
             del self.connections[project]
 
-    def bucket_out(self, door: Door) -> Bucket | Buckets | None:
+    def bucket_out(self, door: Door) -> Takes | None:
         """What holds back bytes that leave."""
         return self._bucket(door, "out")
 
-    def bucket_in(self, door: Door) -> Bucket | Buckets | None:
+    def bucket_in(self, door: Door) -> Takes | None:
         """What holds back bytes that come."""
         return self._bucket(door, "in")
 
-    def _bucket(self, door: Door, way: str) -> Bucket | Buckets | None:
+    def _bucket(self, door: Door, way: str) -> Takes | None:
         spec = door.spec
         if spec.bandwidth is None and spec.limits.bandwidth is None:
             return None
-        found = []
+        found: list[Takes] = []
         for owner, bandwidth in ((f"sandbox/{spec.sandbox}", spec.bandwidth),
                                  (f"project/{spec.project}", spec.limits.bandwidth)):  # fmt: skip
             if bandwidth is None:
+                continue
+            if spec.limits.shared and owner.startswith("project/"):
+                found.append(self.shared(spec.project).ways[way])
                 continue
             bucket = self._buckets.get((owner, way))
             if bucket is None:

@@ -181,6 +181,12 @@ class Meter:
         for key, budget in keys:
             if budget is not None and budget.rate is not None:
                 self._rate(door, rule, key, budget)
+        limits = door.spec.limits
+        if limits.shared and limits.rate is not None:
+            retry = door.engine.shared(door.spec.project).request()
+            if retry is not None:
+                limit = f"{limits.rate:g} requests a second"
+                self._over(door, rule, f"project/{door.spec.project}", Budget(), "rate", limit, retry)
         for key, _ in keys:
             counts = self._get(key)
             counts[REQUESTS] += 1

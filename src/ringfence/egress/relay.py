@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ringfence.egress.door import Flow
 from ringfence.egress.streams import BROKEN, Stream
-from ringfence.egress.throttle import Bucket, Buckets
+from ringfence.egress.throttle import Takes
 
 
 async def relay(flow: Flow, inner: Stream, outer: Stream, idle: float) -> str:
@@ -38,7 +38,7 @@ async def relay(flow: Flow, inner: Stream, outer: Stream, idle: float) -> str:
 
 
 async def _pump(
-    source: Stream, target: Stream, count: Callable[[int], None], held: Callable[[], Bucket | Buckets | None]
+    source: Stream, target: Stream, count: Callable[[int], None], held: Callable[[], Takes | None]
 ) -> None:
     while data := await source.read():
         if (bucket := held()) is not None:  # asked anew: limits change while connections are open

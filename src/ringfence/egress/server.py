@@ -203,8 +203,9 @@ class Server:
                 os.close(descriptor)
 
     _OWNER = frozenset(
-        {"open", "attach", "update", "limit", "close", "ca", "placeholders", "revoke", "remember"}
-    )
+        {"open", "attach", "update", "limit", "close", "ca", "placeholders", "revoke", "remember",
+         "share_wants", "share_shrink", "share_grant", "share_drop"}
+    )  # fmt: skip
     _EVERYBODY = frozenset(
         {"status", "pending", "answer", "secret_put", "secret_list", "secret_remove", "usage", "metrics"}
     )
@@ -273,6 +274,20 @@ class Server:
     async def _do_remember(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         self._door(message).door.add_answers(str(text) for text in message["answers"])
         return {}
+
+    async def _do_share_wants(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        return {project: shared.wants() for project, shared in self.engine.shares().items()}
+
+    async def _do_share_shrink(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        return self.engine.shared(str(message["project"])).shrink(message["amounts"])
+
+    async def _do_share_grant(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        until, gain = float(message["until"]), float(message["gain"])
+        self.engine.shared(str(message["project"])).grant(message["limits"], message["amounts"], until, gain)
+        return {}
+
+    async def _do_share_drop(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        return await self.engine.unshare(str(message["project"]), cut=bool(message["cut"]))
 
     # -- everybody's
 

@@ -34,7 +34,7 @@ class Served:
         flow = Flow(self.door, kind, peer)
         await self.door.serve(flow)
         try:
-            if whose := self.door.crowded():
+            if whose := await self.door.crowded(flow):
                 raise refused("connections", f"too many connections of {whose} at once", 429)
             await getattr(self, "_" + kind)(flow, stream)
         except (Refused, Unreachable) as error:

@@ -5,6 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Protocol
+
+
+class Takes(Protocol):
+    """Bandwidth that bytes are taken from."""
+
+    async def take(self, count: int) -> None:
+        """Return when ``count`` bytes may pass."""
 
 
 class Bucket:
@@ -37,11 +45,16 @@ class Bucket:
 class Buckets:
     """Several buckets that the same bytes are taken from: the slowest decides."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Takes]) -> None:
         self._buckets = buckets
 
     async def take(self, count: int) -> None:
         """Return when ``count`` bytes may pass all of them."""
-        wait = max(bucket.debt(count) for bucket in self._buckets)
+        wait = max(
+            (bucket.debt(count) for bucket in self._buckets if isinstance(bucket, Bucket)), default=0.0
+        )
         if wait > 0:
             await asyncio.sleep(wait)
+        for bucket in self._buckets:  # those that were filled meanwhile
+            if not isinstance(bucket, Bucket):
+                await bucket.take(count)

@@ -23,10 +23,11 @@ from ringfence.model.errors import GuestRefused, NotFound, RingfenceError, Wrong
 from ringfence.model.policy_network import variables
 from ringfence.model.states import FINAL, State
 from ringfence.serving.door_events import DoorEvents
+from ringfence.serving.sharing import Shares
 
 if TYPE_CHECKING:
     from ringfence.control.service import Control
-    from ringfence.egress.client import Doors
+    from ringfence.egress.client import Doors, ProjectLimits
 
 QuotaOf = Callable[[str], Awaitable[Quota]]
 _log = logging.getLogger("ringfence.serving")
@@ -37,6 +38,7 @@ _PAGE = 500
 
 
 class _Held(NamedTuple):
+    project: str
     network: Mapping[str, Any]
     revoked: tuple[str, ...]
     quota: Quota
@@ -56,6 +58,8 @@ class ServiceDoors:
         self._owner = f"{owner}/doors"
         self._open: dict[str, _Held] = {}  # what is in force, by sandbox
         self._taking: dict[str, asyncio.Task[None]] = {}  # doors that are being opened again
+        self._beginning: dict[str, str] = {}  # projects of doors that are being opened, by sandbox
+        self.shares = Shares(doors, control.store, owner)
         self._unkept: set[tuple[str, str]] = set()  # answers that the store could not take yet
 
     @staticmethod
@@ -85,11 +89,23 @@ class ServiceDoors:
         return {name: found[secret] for name, secret in wanted.items()}
 
     async def _begin(self, sandbox: Sandbox, network: Mapping[str, Any]) -> None:
-        from ringfence.egress.client import DoorSpec, ProjectLimits
+        self._beginning[sandbox.id] = sandbox.project
+        try:
+            await self._begin_it(sandbox, network)
+        finally:
+            self._beginning.pop(sandbox.id, None)
+
+    def projects(self) -> set[str]:
+        """Those that have a door here."""
+        return {held.project for held in self._open.values()} | set(self._beginning.values())
+
+    async def _begin_it(self, sandbox: Sandbox, network: Mapping[str, Any]) -> None:
+        from ringfence.egress.client import DoorSpec
         from ringfence.guest.doors import place_bundle
 
         policy = policies.from_dict(dict(sandbox.policy))
         quota = await self._quota_of(sandbox.project)
+        await self.shares.cover(sandbox.project, quota)
         spec = DoorSpec(
             sandbox.id,
             project=sandbox.project,
@@ -101,11 +117,11 @@ class ServiceDoors:
             revoked=sandbox.revoked,
             answers=sandbox.answers,
             project_budget=_budget(quota),
-            limits=ProjectLimits(quota.connections, quota.bandwidth),
+            limits=_limits(quota),
         )
         placement = self._control.placement
         await self.doors.open(spec, lambda: placement.connect(sandbox.id))
-        self._open[sandbox.id] = _Held(network, sandbox.revoked, quota, sandbox.answers)
+        self._open[sandbox.id] = _Held(sandbox.project, network, sandbox.revoked, quota, sandbox.answers)
         try:
             own = await self.doors.ca(sandbox.id)  # for connections that are inspected
             link = await GuestLink.open(await placement.connect(sandbox.id))
@@ -137,10 +153,8 @@ class ServiceDoors:
             had = self._open[sandbox.id] = had._replace(answers=sandbox.answers)
         quota = await self._quota_of(sandbox.project)
         if had.quota != quota:
-            from ringfence.egress.client import ProjectLimits
-
-            limits = ProjectLimits(quota.connections, quota.bandwidth)
-            await self.doors.limit(sandbox.id, _budget(quota), limits)
+            await self.shares.cover(sandbox.project, quota)
+            await self.doors.limit(sandbox.id, _budget(quota), _limits(quota))
             had = self._open[sandbox.id] = had._replace(quota=quota)
         if had.network != network:
             await self.doors.update(sandbox.id, dict(network))
@@ -299,13 +313,19 @@ async def watching(
     made = ServiceDoors(doors, control, owner, folder, quota)
     control.egress = control.starting.doors = control.ending.doors = control.powers.doors = made
     loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(made.run()), loop.create_task(DoorEvents(doors, control, made.keep).run())]
+    sharing = loop.create_task(made.shares.run(made.projects))
+    tasks = [
+        sharing,
+        loop.create_task(made.run()),
+        loop.create_task(DoorEvents(doors, control, made.keep).run()),
+    ]
     try:
         yield made
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await made.shares.close()
         control.egress = control.starting.doors = control.ending.doors = control.powers.doors = None
 
 
@@ -317,14 +337,19 @@ def _network(sandbox: Sandbox) -> Mapping[str, Any] | None:
 
 
 def _budget(quota: Quota) -> dict[str, Any] | None:
-    """A project's part of its quota that the doors keep, as a policy says it."""
+    """A project's part of its quota that the doors keep, as a policy says it; its rate is shared."""
     found = {
         "maxRequests": quota.egress_requests,
         "maxBytes": quota.egress_bytes,
         "maxSpend": quota.egress_spend,
-        "rate": quota.egress_rate,
     }
     return {key: value for key, value in found.items() if value is not None} or None
+
+
+def _limits(quota: Quota) -> ProjectLimits:
+    from ringfence.egress.client import ProjectLimits
+
+    return ProjectLimits(quota.connections, quota.bandwidth, quota.egress_rate, shared=True)
 
 
 def _lease(id: str) -> str:

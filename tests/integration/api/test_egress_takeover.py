@@ -6,11 +6,11 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
+from support.apis import another, kill
 from support.beyond import Web, web_beyond
 from support.postgres import PostgresServer
 from support.serving import Serving, eventually, needs_root_or_users, serving
@@ -24,29 +24,6 @@ ASK = {"mode": "egress", "onUnknown": "ask", "askTimeout": 300}
 def web() -> Iterator[Web]:
     with web_beyond() as server:
         yield server
-
-
-@contextmanager
-def another(first: Serving) -> Iterator[Serving]:
-    """A second API, with an egress proxy of its own, on the first one's store and node."""
-    with ExitStack() as stack:
-        made = Serving("--node", str(first.node_socket), store=first.store)
-        stack.callback(made.remove)
-        made.key = first.key
-        yield made.start()
-
-
-def kill(service: Serving) -> None:
-    """SIGKILL all of its API: nobody starts it again."""
-    assert service.process is not None
-    pids = service.children()["api"]
-    service.process.send_signal(signal.SIGKILL)
-    service.process.wait(60)
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it went with it
 
 
 class Asking:
