@@ -81,8 +81,9 @@ class ServiceDoors:
 
     async def variables(self, sandbox: Sandbox) -> dict[str, str]:
         """The placeholders that its policy gives to programs, by variable."""
-        network = policies.from_dict(dict(sandbox.policy)).door.network
-        wanted = variables(network)
+        if _network(sandbox) is None:
+            return {}
+        wanted = variables(policies.from_dict(dict(sandbox.policy)).door.network)
         if not wanted:
             return {}
         found = await self.doors.placeholders(sandbox.id, sorted(set(wanted.values())))
