@@ -131,13 +131,16 @@ class Refilling:
         limit = 1 if pool.failures else _MOST
         missing = min(wanted - there - unwritten, limit - len(started))
         room = 2 * core.settings.parallel_warming - len(started)
+        # Who has got all that he wanted looks again when somebody takes one, or at the usual time.
+        more = (lambda _: self._urged.set()) if missing > room or pool.failures else None
         for _ in range(min(missing, room)):
             id = new_id("sb")
             self._unwritten.setdefault(pool.id, set()).add(id)
             task = core.task(self._member(pool, key, digest, id))
             started.add(task)
             task.add_done_callback(started.discard)
-            task.add_done_callback(lambda _: self._urged.set())
+            if more is not None:
+                task.add_done_callback(more)
         enough = min(pool.max, math.ceil(wanted * SPARE) + 1)
         if there > enough and await core.store.count(KIND, states=[State.WARM.value], key=key) > enough:
             await self._surplus(key)
