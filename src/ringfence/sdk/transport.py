@@ -179,7 +179,8 @@ class Transport:
         while True:
             try:
                 response = await self._client.request(
-                    method, self._address(path), json=json, params=_given(params), headers=own, content=content,
+                    method, self._address(path), json=json, params=_given(params),
+                    headers=own, content=content,
                     timeout=self._errors.USE_CLIENT_DEFAULT if timeout is None else timeout,
                 )  # fmt: skip
             except self._errors.TransportError as error:
