@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -161,6 +162,46 @@ def test_placeholders_are_taken_back(ringfence: Ringfence, web: Web) -> None:
     finally:
         for one in (box, copy, other):
             one.kill()
+        with Service() as service:
+            service.remove_secret("key")
+
+
+@pytest.mark.usefixtures("sdk")
+def test_what_was_recorded_is_read_from_the_service(ringfence: Ringfence, served: Serving, web: Web) -> None:
+    with Service() as service:
+        service.put_secret("key", KEY)
+    box = Sandbox.create(runtime="jail", network=network(web) | {"record": "bodies", "redact": ["CUST-\\d+"]})
+    try:
+        done = ringfence("egress", "log", "--har", "--sandbox", box.id)
+        assert done.returncode == 125 and b"nothing was recorded" in done.stderr
+        for number in range(3):
+            answer = box.run(fetch(web.port, "$TOKEN", f"{number}?of=CUST-7") + " -d CUST-12").check()
+            assert answer.stdout == "beyond"
+        assert web.keys[-1] == KEY  # the control: it was sent
+
+        def urls(document: Any) -> list[str]:
+            text = json.dumps(document)
+            assert KEY not in text and "CUST" not in text
+            assert (document["log"]["version"], document["log"]["creator"]["name"]) == ("1.2", "ringfence")
+            found = document["log"]["entries"]
+            assert all(each["response"]["content"]["text"] == "beyond" for each in found)
+            return [each["request"]["url"].partition(f":{web.port}/")[2][0] for each in found]
+
+        har = eventually(
+            lambda: (found := box.records())["log"]["entries"][2:] and found, "all are written down"
+        )
+        assert urls(har) == ["0", "1", "2"]
+        assert urls(box.records(limit=2)) == ["1", "2"]
+        assert urls(ringfence.json("egress", "log", "--har", "--sandbox", box.id)) == ["0", "1", "2"]
+        other = ringfence.json("egress", "log", "--har", "--sandbox", box.id, "--host", "other.example")
+        assert urls(other) == []
+        place = f"/v1/sandboxes/{box.id}/records"
+        assert served.http.get(place, params={"limit": 0}).status_code == 400
+        _, stranger = served.tenant("reader")
+        assert served.client(stranger).get(place).status_code == 404
+        assert served.client().get(place).status_code == 401
+    finally:
+        box.kill()
         with Service() as service:
             service.remove_secret("key")
 

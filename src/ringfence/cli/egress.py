@@ -128,14 +128,28 @@ def _har(options: argparse.Namespace) -> int:
     if options.sandbox is None:
         raise InvalidRequest("--har needs --sandbox", hint="records are kept by sandbox")
     entries = list(Records(_folder(), Redactors()).log(options.sandbox).read())
-    if not entries:
+    document = har(entries, __version__)
+    if not entries and remote.configured():
+        from ringfence.cli import remote_egress
+
+        document = remote_egress.records(options.sandbox)
+    log = document["log"]
+    if not log["entries"]:
         raise NotFound(
             f"nothing was recorded of sandbox {options.sandbox}",
-            hint="policies with network.record: headers or bodies record requests that are inspected; "
-            "a service keeps its records where it runs",
+            hint="policies with network.record: headers or bodies record requests that are inspected",
         )
-    print_json(har(_selected(options, entries, options.sandbox), __version__))
+    log["entries"] = [entry for entry in log["entries"] if _recorded(options, entry)]
+    print_json(document)
     return 0
+
+
+def _recorded(options: argparse.Namespace, entry: dict[str, Any]) -> bool:
+    from urllib.parse import urlsplit
+
+    if options.task is not None and entry.get("_task") != options.task:
+        return False
+    return options.host is None or urlsplit(entry["request"]["url"]).hostname == options.host
 
 
 def _clock(seconds: float) -> str:

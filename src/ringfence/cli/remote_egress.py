@@ -10,6 +10,8 @@ from ringfence.cli import remote
 
 _LINES = 1000  # of a sandbox's log, the newest: as many as the API gives at once
 
+_RECORDS = 10_000  # of a sandbox's requests, the newest: the same
+
 
 def lines(sandbox: str) -> list[dict[str, Any]]:
     """What a sandbox asked for through its door, newest last. Raises NotFound: there is none."""
@@ -19,6 +21,15 @@ def lines(sandbox: str) -> list[dict[str, Any]]:
         return (await box.connections(_LINES))["items"]
 
     return [dict(line) for line in remote.with_service(ask)]
+
+
+def records(sandbox: str) -> dict[str, Any]:
+    """What was recorded of a sandbox, as HAR. Raises NotFound: there is none."""
+
+    async def ask(service: Any) -> Any:
+        return await (await remote.find(service, sandbox)).records(_RECORDS)
+
+    return dict(remote.with_service(ask))
 
 
 def questions() -> Sequence[Any]:

@@ -123,13 +123,18 @@ class ConnectionLog:
     def _older(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}")
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """All lines that are kept, oldest first. What is not whole is left out."""
+    def read(self, newest: int | None = None) -> Iterator[dict[str, Any]]:
+        """All lines that are kept, or the ``newest`` so many, oldest first. What is not whole is left out."""
         with contextlib.ExitStack() as opened:
-            for file in reversed(self._files(opened)):
-                for raw in file:
-                    if (line := _parsed(raw)) is not None:
-                        yield line
+            files = self._files(opened)[::-1]
+            skip = 0
+            if newest is not None:
+                skip = max(0, sum(1 for file in files for _ in file) - newest)
+                for file in files:
+                    file.seek(0)
+            for number, raw in enumerate(raw for file in files for raw in file):
+                if number >= skip and (line := _parsed(raw)) is not None:
+                    yield line
 
     def newest(self, sandbox: str, limit: int) -> list[dict[str, Any]]:
         """The last lines about one sandbox, oldest first.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import datetime
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ringfence.egress.redaction import Redactor, Redactors
 
 MOST_BODY = 16 * 1024  # bytes kept of each body
 _ROTATE = 32 * 1024 * 1024
+_PIECE = 128 * 1024
 
 
 class Taking:
@@ -121,8 +123,25 @@ def _body(clean: Redactor, data: bytearray, size: int, patterns: Patterns | None
 def har(entries: Iterable[dict[str, Any]], version: str = "") -> dict[str, Any]:
     """Records as a HAR 1.2 document; ``version``: of who writes it."""
     found = [_har_entry(entry) for entry in entries if "url" in entry]
-    creator = {"name": "ringfence", "version": version}
-    return {"log": {"version": "1.2", "creator": creator, "entries": found}}
+    return {"log": _har_head(version) | {"entries": found}}
+
+
+def har_pieces(log: ConnectionLog, newest: int, version: str = "") -> Generator[bytes, None, None]:
+    """The same of the newest so many records, piece by piece: never more than a piece is in memory."""
+    piece = b'{"log":' + json.dumps(_har_head(version)).encode()[:-1] + b',"entries":['
+    comma = b"\n"
+    for entry in log.read(newest):
+        if "url" in entry:
+            piece += comma + json.dumps(_har_entry(entry), separators=(",", ":")).encode()
+            comma = b",\n"
+        if len(piece) >= _PIECE:
+            yield piece
+            piece = b""
+    yield piece + b"\n]}}\n"
+
+
+def _har_head(version: str) -> dict[str, Any]:
+    return {"version": "1.2", "creator": {"name": "ringfence", "version": version}}
 
 
 def _har_entry(entry: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -528,6 +529,11 @@ class AsyncSandbox:
     async def connections(self, limit: int = 100) -> Mapping[str, Any]:
         """What it asked for through its egress door: the newest ``items``, newest last, and its ``usage``."""
         return dict(await self._call("GET", "/connections", params={"limit": limit}))
+
+    async def records(self, limit: int = 1000) -> Mapping[str, Any]:
+        """The newest requests that its policy records (``network.record``), as a HAR 1.2 document."""
+        async with self._transport.stream("GET", f"{self._path}/records", params={"limit": limit}) as answer:
+            return dict(json.loads(await answer.aread()))
 
     async def revoke_placeholders(self, *sandboxes: str) -> SandboxInfo:
         """Take back placeholders of secrets, for good: those that it inherited as a copy, or, by sandboxes'

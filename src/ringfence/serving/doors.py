@@ -170,6 +170,20 @@ class ServiceDoors:
 
         return ConnectionLog(self._folder / "connections.jsonl").newest(sandbox, limit)
 
+    async def records(self, sandbox: str, newest: int) -> AsyncIterator[bytes]:
+        """What was recorded of one sandbox, as a HAR document in pieces. Files are read in a thread."""
+        from ringfence import __version__
+        from ringfence.egress.recording import Records, har_pieces
+        from ringfence.egress.redaction import Redactors
+
+        pieces = har_pieces(Records(self._folder, Redactors()).log(sandbox), newest, __version__)
+        try:
+            while piece := await asyncio.to_thread(next, pieces, b""):
+                yield piece
+        finally:
+            with contextlib.suppress(ValueError):  # a thread that nobody waits for is still in it
+                pieces.close()
+
     async def questions(self) -> list[dict[str, Any]]:
         """All that are open, at the doors of other API processes of this machine, too."""
         found = {each["id"]: each for each in await self.doors.pending()}

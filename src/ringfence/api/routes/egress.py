@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ringfence.api import shown
-from ringfence.api.calls import Call
+from ringfence.api.calls import Answer, Call
 from ringfence.api.routing import Routes
 from ringfence.api.types import Body, Page, Query, Sandbox
 from ringfence.model.errors import NotFound, Unsupported
@@ -39,6 +39,12 @@ class ConnectionQuery(Query):
     """Which of them."""
 
     limit: int = Field(100, ge=1, le=1000, description="The newest so many.")
+
+
+class RecordQuery(Query):
+    """Which of them."""
+
+    limit: int = Field(1000, ge=1, le=10_000, description="The newest so many.")
 
 
 def _doors(call: Call) -> Any:
@@ -110,3 +116,12 @@ async def connections(call: Call, query: ConnectionQuery) -> dict[str, Any]:
     doors = _doors(call)
     lines = await asyncio.to_thread(doors.connections, call.sandbox, query.limit)
     return {"items": lines, "usage": await doors.doors.usage(f"sandbox/{call.sandbox}")}
+
+
+@routes.get("/v1/sandboxes/{sandbox}/records", query=RecordQuery, answer="application/json")
+async def records(call: Call, query: RecordQuery) -> Answer:
+    """Requests that a sandbox made through its door, as HAR 1.2: what `network.record` keeps (`headers` or
+    `bodies`), without what is redacted. Read at the API process that is asked, from its own state folder.
+    """
+    await call.control.sandboxes.get(call.principal, call.sandbox)
+    return Answer(200, stream=_doors(call).records(call.sandbox, query.limit), media="application/json")

@@ -443,6 +443,10 @@ class Sandbox(Facade):
         """What it asked for through its egress door: the newest ``items``, newest last, and its ``usage``."""
         return BACKGROUND.run(self._async.connections(limit))
 
+    def records(self, limit: int = 1000) -> Mapping[str, Any]:
+        """The newest requests that its policy records (``network.record``), as a HAR 1.2 document."""
+        return BACKGROUND.run(self._async.records(limit))
+
     def revoke_placeholders(self, *sandboxes: str) -> SandboxInfo:
         """Take back placeholders of secrets, for good: those that it inherited as a copy, or, by sandboxes'
         ids, those of these (its own id: its own).
