@@ -7,9 +7,12 @@ the protocol's limits or raises :class:`ProtocolViolation`, and never holds more
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 
 from ringfence.model.errors import ProtocolViolation
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HEADER = struct.Struct("<IIBBH")  # size, channel, type, flags, reserved
 MAX_FRAME = 65536

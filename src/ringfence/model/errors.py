@@ -34,8 +34,11 @@ from __future__ import annotations
 
 import errno as _errno
 import os
-from collections.abc import Mapping
-from typing import Any, ClassVar
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, ClassVar
 
 
 class RingfenceError(Exception):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import signal
 import stat
 import sys
-from typing import Any, NamedTuple, NoReturn
 
 from ringfence.runtimes.wasm.engine import INTERRUPT, OUT_OF_FUEL, Engine, EngineError, Instance
+from ringfence.runtimes.wasm.lean import signal, suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 CALLER = "ringfence-call"  # runs `ringfence.runtimes.wasm.calling` over its standard streams
 FUEL, DEADLINE = "RINGFENCE_WASM_FUEL", "RINGFENCE_WASM_DEADLINE"  # variables of a command
@@ -63,12 +65,15 @@ while (left) await new Promise(go => wake = go);
 """
 
 
-class Command(NamedTuple):
+class Command:
     """What to run: ``kind`` is python, qjs, module or call; ``path`` of a module, if it is none of ours."""
 
-    kind: str
-    path: str
-    argv: tuple[bytes, ...]
+    __slots__ = ("argv", "kind", "path")
+
+    def __init__(self, kind: str, path: str, argv: tuple[bytes, ...]) -> None:
+        self.kind = kind
+        self.path = path
+        self.argv = argv
 
 
 def resolve(argv: list[bytes], cwd: str) -> Command:
@@ -204,7 +209,7 @@ def _close_others() -> None:
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         if number > 2:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 if not os.readlink(f"/proc/self/fd/{number}").startswith(_MAPPED):
                     os.close(number)
 

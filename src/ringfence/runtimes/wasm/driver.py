@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import marshal
 import os
 import sys
 from dataclasses import replace
@@ -271,7 +271,11 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
         plan.add("EXIT_FILE", os.path.join(spec.folder, EXIT_FILE))
         work = add_cgroups(plan, spec, opened)
         cgroups = list(range(_LISTEN + 1, _LISTEN + 1 + len(work)))
-        given = dict.fromkeys((0, 1, 2), null) | {_LISTEN: listener} | dict(zip(cgroups, work, strict=True))
+        settings = os.memfd_create("worker-settings", os.MFD_CLOEXEC)
+        opened.append(settings)
+        number_of = _LISTEN + 1 + len(work)
+        given = dict.fromkeys((0, 1, 2), null) | {_LISTEN: listener, number_of: settings}
+        given |= dict(zip(cgroups, work, strict=True))
         for number, descriptor in given.items():
             plan.add("FD", plan.fd(descriptor), number)
         plan.add("UNSHARE", CLONE_NEWCGROUP)
@@ -305,7 +309,10 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
             "version": ringfence.__version__,
         }
         program = os.path.realpath(sys.executable)
-        for text in (program, "-I", "-S", "-c", _START, json.dumps(config)):
+        with open(settings, "wb", closefd=False) as file:
+            marshal.dump(config, file)
+        os.lseek(settings, 0, os.SEEK_SET)
+        for text in (program, "-I", "-S", "-c", _START, str(number_of)):
             plan.add("ARG", text)
         plan.add("ENV", "LANG=C.UTF-8")
         plan.add("SECCOMP", plan.fd(self.context.filter_fd(spec.seccomp)))

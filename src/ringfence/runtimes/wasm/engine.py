@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_ubyte, c_uint64, c_void_p
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
 Number = int | float
 KINDS = {0: "i32", 1: "i64", 2: "f32", 3: "f64"}

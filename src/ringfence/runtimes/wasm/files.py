@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 import struct
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ringfence.guest import frames
 from ringfence.guest.fields import Fields, Value, encode
+from ringfence.runtimes.wasm.lean import suppress
 from ringfence.runtimes.wasm.serving import HOST_WINDOW, Channel, Link, window_of
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ringfence.runtimes.wasm.worker import Worker
 
 _PIECE = 65_536
@@ -126,7 +127,7 @@ class _Write(Receiving):
         """See the base."""
         super().gone()
         if self._temporary:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(self._temporary)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import select
-import signal
 import time
-from typing import TYPE_CHECKING
 
 from ringfence.guest import frames
 from ringfence.guest.fields import Fields, encode
 from ringfence.runtimes.wasm import commands
+from ringfence.runtimes.wasm.lean import signal, suppress
 from ringfence.runtimes.wasm.serving import HOST_WINDOW, Channel, Link, window_of
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ringfence.runtimes.wasm.worker import Worker
 
@@ -486,7 +485,7 @@ def send_signal(worker: Worker, link: Link, number: int, fields: Fields) -> None
     value = fields.number(2, most=64)
     if fields.number(3, 1, most=2) == 2:
         for process in worker.processes.values():
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 process.signal(value)
     else:
         worker.find(fields).signal(value)
@@ -526,7 +525,7 @@ def trim(worker: Worker) -> None:
 
 def kill(process: Process) -> None:
     """SIGKILL, if it lives."""
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         process.signal(signal.SIGKILL)
 
 

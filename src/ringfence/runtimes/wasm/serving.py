@@ -5,20 +5,21 @@ What the host sends is checked as strictly as the native agent does: a wrong fra
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import select
-import socket
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ringfence.guest import frames
 from ringfence.guest.fields import Fields, Value, decode, encode
 from ringfence.model.errors import ProtocolViolation
+from ringfence.runtimes.wasm.lean import deque, socket, suppress
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ringfence.runtimes.wasm.worker import Worker
+
+    Handler = Callable[[int], object]
 
 VERSION = 1
 MOST_LINKS, MOST_CHANNELS = 64, 1024
@@ -27,8 +28,6 @@ MOST_WINDOW = 16 << 20
 HIGH = 262_144  # bytes that wait for a host's socket before the channels are held back
 _MOST_WAITING = 4 << 20  # beyond, answers that nobody reads cost the link
 _MOST_CREDIT = 2**40
-
-Handler = Callable[[int], object]
 
 
 class Loop:
@@ -51,7 +50,7 @@ class Loop:
     def forget(self, descriptor: int) -> None:
         """Watch it no more."""
         if self._handlers.pop(descriptor, None) is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._epoll.unregister(descriptor)
 
     def soon(self, call: Callable[[], None]) -> None:
@@ -180,7 +179,7 @@ class Channel:
 class Link:
     """One connection of a host process."""
 
-    def __init__(self, worker: Worker, sock: socket.socket) -> None:
+    def __init__(self, worker: Worker, sock: socket) -> None:
         self.worker = worker
         self.sock = sock
         self.channels: dict[int, Channel] = {}
@@ -343,7 +342,7 @@ class Link:
             channel.drop()
 
 
-def listener(worker: Worker, sock: socket.socket) -> Handler:
+def listener(worker: Worker, sock: socket) -> Handler:
     """Takes connections; the 65th is closed."""
     sock.setblocking(False)
 

@@ -1,6 +1,7 @@
 """The worker: first process of the wall, server of the link protocol, parent of every module that runs.
 
-Started as ``python -I -S -c "import sys; sys.path.insert(0, SITE); …main()" CONFIG``; CONFIG is JSON::
+Started as ``python -I -S -c "import sys; sys.path.insert(0, SITE); …main()" NUMBER``; the descriptor NUMBER
+has a dictionary of the driver's, which runs on the same Python, marshalled::
 
     listen            descriptor of the listening socket
     cgroups           descriptors of the workload's cgroups
@@ -16,20 +17,22 @@ Started as ``python -I -S -c "import sys; sys.path.insert(0, SITE); …main()" C
 from __future__ import annotations
 
 import errno
-import json
+import marshal
 import os
 import select
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 from ringfence.guest.fields import Fields, decode
 from ringfence.runtimes.wasm import commands, files, processes
+from ringfence.runtimes.wasm.lean import signal, socket
 from ringfence.runtimes.wasm.processes import Process
 from ringfence.runtimes.wasm.serving import Link, Loop, listener
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 _REFUSED = {
     5: "resizing needs a terminal",
@@ -112,7 +115,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until told to end."""
-        sock = socket.socket(fileno=self.config["listen"])
+        sock = socket(fileno=self.config["listen"])
         os.set_inheritable(sock.fileno(), False)
         self.loop.watch(sock.fileno(), select.EPOLLIN, listener(self, sock))
         while True:
@@ -181,6 +184,7 @@ def shutdown(worker: Worker, link: Link, number: int, fields: Fields) -> None:
 
 def main() -> None:
     """Entry of the worker process."""
-    worker = Worker(json.loads(sys.argv[1]))
+    with open(int(sys.argv[1]), "rb") as file:
+        worker = Worker(marshal.load(file))  # noqa: S302 - of the host's own making
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker.run()
