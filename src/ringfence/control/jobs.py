@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ringfence.control import volumes
 from ringfence.control.core import Core
 from ringfence.control.jobs_files import STDERR, STDOUT, JobFiles, LogReader, usage
+from ringfence.control.jobs_shared import AT_ONCE, SharedFiles, missing, records, removed, shared_of
 from ringfence.model.errors import (
     Conflict,
     InvalidRequest,
@@ -132,11 +133,18 @@ class Jobs:
     """Jobs of the service. Every call is within the principal's project."""
 
     def __init__(
-        self, core: Core, folder: Path | None, *, egress: Callable[[], bool] = lambda: False
+        self,
+        core: Core,
+        folder: Path | None,
+        *,
+        egress: Callable[[], bool] = lambda: False,
+        sharing: bool = False,
     ) -> None:
         self.core = core
+        self.shared = SharedFiles(core.store) if sharing else None
         self.files = None if folder is None else JobFiles(folder)
         self.egress = egress
+        self._settled: Iterator[str] = iter(())
         self.urge: Callable[[], None] = lambda: None  # told that there is something to run
         self.stop: Callable[[str], None] = lambda id: None  # told that a job is to end
 
@@ -254,10 +262,14 @@ class Jobs:
             NotFound: no such attempt.
         """
         job = await self.get(principal, id)
-        files = self._here(job)
+        files = self._files()
         number = len(job.attempts) if attempt is None else attempt
         if attempt is not None and not 1 <= attempt <= len(job.attempts):
             raise NotFound(f"job {id} has no attempt {attempt}", hint=f"it has {len(job.attempts)}")
+        if job.row.key != files.home:
+            async for piece in self._elsewhere(principal, job, attempt, streams, follow):
+                yield piece
+            return
         reader = LogReader(files.log(id, number), streams)
         while True:
             over = job.state in FINAL or number < len(job.attempts)
@@ -276,8 +288,40 @@ class Jobs:
                 number += 1
                 reader = LogReader(files.log(id, number), streams)
 
-    async def artifact(self, principal: Principal, id: str, name: str) -> tuple[Mapping[str, Any], Path]:
-        """An artifact that was kept, by its name or digest: what is known of it, and its file.
+    async def _elsewhere(
+        self, principal: Principal, job: Job, attempt: int | None, streams: tuple[int, ...], follow: bool
+    ) -> AsyncIterator[bytes]:
+        """The log of a job that another machine runs: attempts that are over, one after the other if it is
+        to be followed.
+        """
+        number = len(job.attempts) if attempt is None else attempt
+        while True:
+            ended = number and number <= len(job.attempts) and job.attempts[number - 1].get("ended_at")
+            over = job.state in FINAL or bool(ended)
+            told = dict(job.row.document.get("logs", {})).get(str(number))
+            if over and told is not None and self.shared is not None:
+                digest, size = str(told[0]), int(told[1])
+                async for piece in records(await self.shared.opened(job.id, digest, size), streams):
+                    yield piece
+            elif over and 0 < number <= len(job.attempts):
+                raise missing(job.id)
+            if (job.state in FINAL and number >= len(job.attempts)) or (
+                over and not (follow and attempt is None)
+            ):
+                return
+            if over:
+                number += 1
+            elif not follow:
+                raise missing(job.id)
+            else:
+                await asyncio.sleep(_FOLLOW)
+            job = await self.get(principal, job.id)
+            number = number or len(job.attempts)
+
+    async def artifact(
+        self, principal: Principal, id: str, name: str
+    ) -> tuple[Mapping[str, Any], AsyncIterator[bytes]]:
+        """An artifact that was kept, by its name or digest: what is known of it, and its content.
 
         Raises:
             NotFound.
@@ -285,14 +329,49 @@ class Jobs:
         job = await self.get(principal, id)
         for each in job.row.document.get("artifacts", ()):
             if name in (each["name"], each["sha256"]):
-                return each, self._here(job).path(id, str(each["sha256"]))
+                return each, await self.content(job.row, str(each["sha256"]))
         raise NotFound(f"job {id} kept no {name[:80]!r}", hint="its record lists its artifacts")
 
-    def _here(self, job: Job) -> JobFiles:
+    async def content(self, row: Row, digest: str) -> AsyncIterator[bytes]:
+        """A file of a job, from here or from the store.
+
+        Raises:
+            NotFound.
+        """
+        files, there = self._files(), shared_of(row)
+        try:
+            files.path(row.id, digest)
+        except NotFound:
+            if self.shared is None or digest not in there:
+                raise missing(row.id) from None
+            return await self.shared.opened(row.id, digest, there[digest])
+        return files.read(row.id, digest)
+
+    async def share(self, row: Row, paths: Mapping[Path, str]) -> None:
+        """Copy files of a job (path → the number of the attempt whose log it is, or ``""``) into the store,
+        where other machines read it; nothing where none do.
+
+        Raises:
+            Conflict: another process goes on with the job.
+        """
+        if self.shared is None:
+            return
         files = self._files()
-        if job.row.key != files.home:
-            raise NotFound(f"what job {job.id} left is on another machine of the service")
-        return files
+        found = {path: await asyncio.to_thread(files.facts, path) for path in paths if path.is_file()}
+        logs = {number: list(found[path]) for path, number in paths.items() if number and path in found}
+        for _ in range(_TRIES):
+            now = await self.core.store.get(KIND, row.id)
+            if now.document.get("actor") != row.document.get("actor"):
+                raise Conflict("another process has taken this job over")
+            document = {**now.document, "shared": shared_of(now) | dict(found.values())}
+            document["logs"] = dict(now.document.get("logs", {})) | logs
+            with contextlib.suppress(Conflict):
+                await self.core.commit(Put(replace(now, document=document)))
+                break
+        else:
+            raise Conflict(f"job {row.id} is changed all the time")
+        for path, (digest, _) in found.items():
+            await self.shared.put(row, digest, path)
 
     # -- change
 
@@ -361,9 +440,26 @@ class Jobs:
         """Remove a row and its files."""
         charged = int(row.document.get("charged", 0))
         storage = await self.core.admission.storage(row.project, -charged) if charged else ()
-        await self.core.commit(Remove(KIND, row.id, row.revision), *storage, self.told(row, "removed"))
+        parts = list(removed(row.id, shared_of(row)))
+        for at in range(AT_ONCE, len(parts), AT_ONCE):
+            await self.core.store.commit(*parts[at : at + AT_ONCE])
+        await self.core.commit(
+            Remove(KIND, row.id, row.revision), *parts[:AT_ONCE], *storage, self.told(row, "removed")
+        )
         if self.files is not None and row.key == self.files.home:
             await asyncio.to_thread(self.files.remove, row.id)
+
+    async def tidy(self) -> None:
+        """Look at one folder, another with each call. It goes if another machine has forgotten its job."""
+        files = self._files()
+        name = next(self._settled, "")
+        if not name:
+            self._settled = iter(await asyncio.to_thread(lambda: list(files.settled())))
+            return
+        try:
+            await self.core.store.get(KIND, name)
+        except NotFound:
+            await asyncio.to_thread(files.remove, name)
 
     def ended(self, row: Row, state: str, **facts: Any) -> Row:
         """The row of a job that is over."""

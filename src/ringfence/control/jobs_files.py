@@ -7,6 +7,7 @@ All of it is removed with its job.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -14,6 +15,7 @@ import re
 import secrets
 import shutil
 import struct
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
@@ -22,8 +24,9 @@ from ringfence.model.errors import Conflict, NotFound, QuotaExceeded
 
 _JOB: Final = re.compile(r"job-[0-9a-hjkmnp-tv-z]{20}\Z", re.ASCII)
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z", re.ASCII)
-_HEAD: Final = struct.Struct(">BQI")  # stream, offset, length
+HEAD: Final = struct.Struct(">BQI")  # stream, offset, length
 _CHUNK: Final = 256 * 1024
+_SETTLED: Final = 600.0  # seconds from what a job brings to its row
 STDOUT, STDERR = 1, 2
 
 
@@ -97,6 +100,16 @@ class JobFiles:
             while piece := await asyncio.to_thread(file.read, _CHUNK):
                 yield piece
 
+    def facts(self, path: Path) -> tuple[str, int]:
+        """Digest and size of a file."""
+        digest = hashlib.sha256()
+        size = 0
+        with path.open("rb") as file:
+            while piece := file.read(_CHUNK):
+                digest.update(piece)
+                size += len(piece)
+        return digest.hexdigest(), size
+
     def drop(self, job: str, digests: set[str]) -> None:
         """Remove some content. Idempotent."""
         for digest in digests:
@@ -107,9 +120,12 @@ class JobFiles:
         """Remove all that a job has here. Idempotent."""
         shutil.rmtree(self.folder(job), ignore_errors=True)
 
-    def jobs(self) -> list[str]:
-        """Those that have something here."""
-        return [name for name in os.listdir(self._folder) if _JOB.match(name)]
+    def settled(self) -> Iterator[str]:
+        """Jobs that have had something here for so long that they must be in the store."""
+        for name in os.listdir(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                if _JOB.match(name) and time.time() - (self._folder / name).stat().st_mtime > _SETTLED:
+                    yield name
 
     # -- logs
 
@@ -150,7 +166,7 @@ class Log:
         kept = data[:room]
         self.offsets[stream] = offset + len(data)
         if kept:
-            self._file.write(_HEAD.pack(stream, offset, len(kept)) + kept)
+            self._file.write(HEAD.pack(stream, offset, len(kept)) + kept)
             self._file.flush()
             self.size += len(kept)
 
@@ -167,9 +183,9 @@ def _records(path: Path) -> Iterator[tuple[int, int, int, int]]:
         return
     with file:
         total, at = os.fstat(file.fileno()).st_size, 0
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            stream, offset, length = _HEAD.unpack(head)
-            at += _HEAD.size + length
+        while len(head := file.read(HEAD.size)) == HEAD.size:
+            stream, offset, length = HEAD.unpack(head)
+            at += HEAD.size + length
             if stream not in (STDOUT, STDERR) or at > total:
                 return
             file.seek(length, os.SEEK_CUR)
@@ -194,12 +210,12 @@ class LogReader:
             return found
         with file:
             file.seek(self._at)
-            while taken < 16 * _CHUNK and len(head := file.read(_HEAD.size)) == _HEAD.size:
-                stream, _, length = _HEAD.unpack(head)
+            while taken < 16 * _CHUNK and len(head := file.read(HEAD.size)) == HEAD.size:
+                stream, _, length = HEAD.unpack(head)
                 data = file.read(length)
                 if len(data) < length:
                     break
-                self._at += _HEAD.size + length
+                self._at += HEAD.size + length
                 taken += length
                 if stream in self._streams:
                     found.append(data)

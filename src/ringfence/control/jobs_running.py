@@ -29,6 +29,7 @@ from ringfence.control.jobs import (
     policy_of,
 )
 from ringfence.control.jobs_files import STDERR, STDOUT, JobFiles, Log, usage
+from ringfence.control.jobs_shared import shared_of
 from ringfence.control.principals import Principal
 from ringfence.control.records import CreateSandbox, Sandbox
 from ringfence.guest.link import GuestLink
@@ -146,6 +147,7 @@ class Runner:
         for row in await self.core.store.due(KIND, self.core.now(), states=FINAL):
             with contextlib.suppress(Conflict, NotFound):
                 await self._due(row)
+        await self.jobs.tidy()
 
     async def _abandoned(self, row: Row) -> bool:
         actor = str(row.document.get("actor", ""))
@@ -445,6 +447,9 @@ class Runner:
         assert files is not None
         now = self.core.now()
         facts = over.facts
+        number = len(row.document["attempts"])
+        left = [files.folder(row.id) / str(each["sha256"]) for each in facts.get("artifacts", ())]
+        await self.jobs.share(row, dict.fromkeys(left, "") | {files.log(row.id, number): str(number)})
         size = await asyncio.to_thread(usage, files.folder(row.id))
         sandbox = ""
 
@@ -473,7 +478,6 @@ class Runner:
             return replace(had, state=QUEUED, due=now + pause, document=document), "waiting"
 
         await self._settle(row.id, new, size)
-        number = len(row.document["attempts"])
         if not sandbox:  # nobody noted it: it may have been asked for all the same
             key = f"job/{row.id}/{number}"
             with contextlib.suppress(RingfenceError):
@@ -525,6 +529,9 @@ class Runner:
                 left = {each["sha256"] for each in changed.document.get("artifacts", ())} - inputs
                 # Before it is known to have ended: it may be retried the moment after.
                 await asyncio.to_thread(self.jobs.files.drop, id, left)
+                if self.jobs.shared is not None:
+                    there = shared_of(row)
+                    await self.jobs.shared.drop(id, {name: there[name] for name in left if name in there})
                 kept = {**changed.document, "artifacts": [], "cause": "outputs", "error": error.as_dict()}
                 kept |= {"detail": error.message, "charged": int(row.document.get("charged", 0))}
                 with contextlib.suppress(Conflict):

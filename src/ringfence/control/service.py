@@ -45,7 +45,8 @@ class Control:
     ``owner_id`` names this process among those that share the store: one that is started anew under the same
     id goes on at once with what the former one had under way. ``admission``: the quotas that hold
     (``tenancy.quotas``); by default those of the store, on the machines of the placement. ``files``: the
-    folder for what jobs bring and leave; without one there are no jobs. ``keeping``: of events.
+    folder for what jobs bring and leave; without one there are no jobs. ``sharing``: other
+    machines may use this store, so it gets all that jobs leave. ``keeping``: of events.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Control:
         admission: Admission | None = None,
         settings: Settings | None = None,
         files: Path | None = None,
+        sharing: bool = False,
         keeping: Keeping | None = None,
     ) -> None:
         self.store = store
@@ -87,7 +89,7 @@ class Control:
             return bool(egress or self.ending.doors)
 
         self.sandboxes.has_door = has_door
-        self.jobs = Jobs(self.core, files, egress=has_door)
+        self.jobs = Jobs(self.core, files, egress=has_door, sharing=sharing)
         self.runner = Runner(self, self.jobs)
         self.pools.urge = self.refilling.urge
         self.pools.roomier = self.queues.signal

@@ -67,6 +67,7 @@ async def service(
     egress: str = "",
     oversell: Oversell | None = None,
     files: Path | None = None,
+    sharing: bool = False,
     keeping: Keeping | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
@@ -77,7 +78,9 @@ async def service(
     """
     quotas = Quotas(store, capacity=placement.capacity, oversell=oversell)
     tenancy = Tenancy(store, quotas)
-    control = Control(store, placement, owner_id=owner, admission=quotas, files=files, keeping=keeping)
+    control = Control(
+        store, placement, owner_id=owner, admission=quotas, files=files, sharing=sharing, keeping=keeping
+    )
     made: Service | None = None
     watched = contextlib.AsyncExitStack()
     sweeping: asyncio.Task[None] | None = None
@@ -203,6 +206,7 @@ async def run(worker: Worker) -> None:
                 egress=os.path.join(worker.state, "egress"),
                 oversell=oversell,
                 files=Path(worker.state) / "jobs",
+                sharing=worker.store.startswith(("postgres:", "postgresql:")),
                 keeping=Keeping(days=worker.keep_events),
                 domain=worker.domain,
                 public_url=worker.public_url,

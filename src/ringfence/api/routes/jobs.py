@@ -215,14 +215,11 @@ async def _until_drained(call: Call, source: AsyncIterator[bytes]) -> AsyncItera
 async def artifact(call: Call) -> Answer:
     """An output that was kept, by its name or digest. `ETag` is its SHA-256."""
     job, name = call.params["job"], call.params["artifact"]
-    known, _ = await call.control.jobs.artifact(call.principal, job, name)
-    files = call.control.jobs.files
-    assert files is not None
+    known, stream = await call.control.jobs.artifact(call.principal, job, name)
     headers = {
         "content-length": str(known["size"]),
         "content-disposition": f"attachment; filename*=UTF-8''{quote(str(known['name']).rpartition('/')[2])}",
         "etag": f'"{known["sha256"]}"',
         "content-security-policy": "sandbox",
     }
-    stream = files.read(job, str(known["sha256"]))
     return Answer(200, stream=stream, media="application/octet-stream", headers=headers)
