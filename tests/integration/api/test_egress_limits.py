@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -11,17 +13,16 @@ from collections.abc import Iterator
 import pytest
 
 from support.apis import another, kill
-from support.postgres import PostgresServer, postgres
+from support.postgres import PostgresServer
 from support.serving import Serving, eventually, needs_root_or_users, serving
 
-__all__ = ["postgres"]
 pytest.importorskip("h2")
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 SIZE, RATE, BANDWIDTH = 400_000, 8, 2_000_000
 
 
 class Beyond:
-    """A server that remembers when each request came. ``/hold`` is never answered, ``/big`` with many bytes.
+    """A server that remembers when each request came. ``/hold…`` is never answered, ``/big`` with many bytes.
 
     ``most``: connections that were held at once.
     """
@@ -31,7 +32,7 @@ class Beyond:
         self.port = int(self._listener.getsockname()[1])
         self.came: list[float] = []
         self.most = 0
-        self._held: list[socket.socket] = []
+        self._held: dict[socket.socket, str] = {}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept)
@@ -56,9 +57,9 @@ class Beyond:
                 if len(words) < 2:
                     return
                 self.came.append(time.monotonic())
-                if words[1] == b"/hold":
+                if words[1].startswith(b"/hold"):
                     with self._lock:
-                        self._held.append(sock)
+                        self._held[sock] = words[1].decode()
                         self.most = max(self.most, self._open())
                     sock.recv(1)  # until the other end goes, or we do
                     return
@@ -69,13 +70,14 @@ class Beyond:
                 return
             finally:
                 with self._lock:
-                    if sock in self._held:
-                        self._held.remove(sock)
+                    self._held.pop(sock, None)
 
-    def _open(self) -> int:
+    def _open(self, path: str = "/hold") -> int:
         """Those whose other end is still there: a thread may not have seen yet that it is gone."""
         count = 0
-        for sock in self._held:
+        for sock, asked in self._held.items():
+            if not asked.startswith(path):
+                continue
             try:
                 count += sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
             except BlockingIOError:
@@ -84,10 +86,10 @@ class Beyond:
                 continue
         return count
 
-    def held(self) -> int:
-        """Connections that are held now."""
+    def held(self, path: str = "/hold") -> int:
+        """Connections that are held now, of requests for this path."""
         with self._lock:
-            return self._open()
+            return self._open(path)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -110,9 +112,9 @@ def beyond() -> Iterator[Beyond]:
 class Pair:
     """A project with limits, and a sandbox of it at each of two API processes."""
 
-    def __init__(self, first: Serving, second: Serving, beyond: Beyond, **quota: float) -> None:
+    def __init__(self, first: Serving, second: Serving, beyond: Beyond, name: str, **quota: float) -> None:
         self.beyond = beyond
-        project, key = first.tenant("-".join(quota).replace("_", "-"))
+        project, key = first.tenant(name)
         self.clients = [first.client(key), second.client(key)]
         answer = first.http.patch(f"/v1/projects/{project}/quota", json=quota)
         assert answer.status_code == 200, answer.text
@@ -134,19 +136,19 @@ class Pair:
         assert made.status_code in (201, 202), made.text
 
     def end(self) -> None:
-        for client, box in zip(self.clients, self.boxes, strict=True):
-            client.delete(f"/v1/sandboxes/{box}")
+        for box in self.boxes:
+            self.clients[0].delete(f"/v1/sandboxes/{box}")
 
 
-def test_a_project_has_its_limits_once(postgres: PostgresServer, beyond: Beyond) -> None:
+@pytest.fixture(scope="module")
+def apis(postgres: PostgresServer) -> Iterator[tuple[Serving, Serving]]:
     needs_root_or_users()
     with serving(store=postgres.fresh()) as first, another(first) as second:
-        check_rate(Pair(first, second, beyond, egress_rate=RATE))
-        check_bandwidth(Pair(first, second, beyond, bandwidth=BANDWIDTH))
-        check_connections(Pair(first, second, beyond, connections=4), second)
+        yield first, second
 
 
-def check_rate(pair: Pair) -> None:
+def test_a_project_has_its_rate_once(apis: tuple[Serving, Serving], beyond: Beyond) -> None:
+    pair = Pair(*apis, beyond, "rate", egress_rate=RATE)
     came = pair.beyond.came
     began = time.monotonic()
     for number in (0, 1):
@@ -158,7 +160,8 @@ def check_rate(pair: Pair) -> None:
     pair.end()
 
 
-def check_bandwidth(pair: Pair) -> None:
+def test_a_project_has_its_bandwidth_once(apis: tuple[Serving, Serving], beyond: Beyond) -> None:
+    pair = Pair(*apis, beyond, "bandwidth", bandwidth=BANDWIDTH)
     url = f"http://127.0.0.1:{pair.beyond.port}/big"
     line = f"curl -sS --noproxy '' -x $http_proxy {url} -o /dev/null -w '%{{http_code}} %{{size_download}}'"
 
@@ -181,16 +184,29 @@ def check_bandwidth(pair: Pair) -> None:
     pair.end()
 
 
-def check_connections(pair: Pair, second: Serving) -> None:
-    beyond = pair.beyond
-    pair.start(1, "/hold", 6)
-    eventually(lambda: beyond.held() == 4, "one that asks alone has all of them")
-    pair.start(0, "/hold", 6)
-    for client in pair.clients:  # both are alive, and the limit holds
-        assert client.get(f"/v1/sandboxes/{pair.boxes[0]}/connections").status_code == 200
-    # A process that dies gives its part back; nobody is over the limit meanwhile.
-    kill(second)
-    eventually(lambda: beyond.held() == 0, "its connections have gone with it")
-    eventually(lambda: beyond.held() == 4, "all of the limit is used again")
-    assert beyond.most == 4
-    pair.clients[0].delete(f"/v1/sandboxes/{pair.boxes[0]}")
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_project_has_its_connections_once(
+    apis: tuple[Serving, Serving], beyond: Beyond, number: signal.Signals
+) -> None:
+    first, second = apis
+    pair = Pair(first, second, beyond, number.name.lower(), connections=4)
+    pair.start(1, "/hold1", 6)
+    eventually(lambda: beyond.held("/hold1") == 4, "one that asks alone has all of them")
+    pair.start(0, "/hold0", 6)
+    # A process that nobody hears of gives its part back; nobody is over the limit meanwhile.
+    if number == signal.SIGKILL:
+        kill(second)
+    else:  # its proxy lives on without it, and may not go on beyond its time
+        pids = second.children()["api"]
+        for pid in pids:
+            os.kill(pid, number)
+    try:
+        eventually(lambda: beyond.held("/hold0") == 4, "the other one has all of them")
+        assert beyond.most == 4
+        pair.end()
+        eventually(lambda: beyond.held() == 0, "all have ended")
+    finally:
+        if number == signal.SIGSTOP:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            eventually(lambda: second.http.get("/readyz").status_code == 200, "it is back")
