@@ -30,6 +30,8 @@ def test_what_nsjail_is_told() -> None:
     assert 'hostname: "a\\042b\\012"' in lines
     assert not any("keep_caps" in line or "disable_no_new_privs" in line for line in lines)
     assert not any("SYS_ADMIN" in line for line in lines)
+    # It would look for a user or group of that *name* on the host first.
+    assert not any("inside_id" in line for line in lines)
 
 
 def test_the_filter_is_ours_as_kafel() -> None:
