@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
 import pydantic_core
@@ -25,6 +25,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 Raw = bytes  # where a method has that name
+_Result = TypeVar("_Result")
 _LONGEST_KEY = 200
 _MOST_QUERY = 64  # parameters of one query
 JSON = b"application/json"
@@ -201,6 +202,35 @@ class Call(Request):
         """Return when the client has gone (its body must have been read)."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    async def left(self) -> None:
+        """As :meth:`gone`, and also when the client has ended its half of the connection: nearly always it
+        has closed it wholly, which can't be told apart before something is sent.
+        """
+        whole = self._read
+        while (message := await self._receive())["type"] != "http.disconnect":
+            if not message.get("more_body"):
+                if whole:
+                    return
+                whole = True
+
+    async def while_there(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of work that is ended when the client has :meth:`left`.
+
+        Raises:
+            ClientGone: it has.
+        """
+        loop = asyncio.get_running_loop()
+        doing, gone = loop.create_task(work), loop.create_task(self.left())
+        try:
+            await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+            raise ClientGone
+        finally:
+            for task in (doing, gone):
+                task.cancel()
+            await asyncio.gather(doing, gone, return_exceptions=True)
 
 
 def _too_large(most: int) -> PayloadTooLarge:

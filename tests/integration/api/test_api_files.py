@@ -286,3 +286,30 @@ def test_paths_never_mean_the_host(service: Serving, box: Box) -> None:
     assert get(service, box, "/workspace/out").status_code == 404
     assert put(service, box, str(secret), b"changed").status_code in (201, 403, 404)
     assert secret.read_text() == "of the host"
+
+
+# Whether anybody has a file open: the kernel gives a lease to write to its only user.
+OPEN = """import fcntl
+file = open('/workspace/huge', 'r+')
+try:
+    fcntl.fcntl(file, 1024, fcntl.F_WRLCK)
+except BlockingIOError:
+    print('open')
+"""
+
+
+def test_a_digest_ends_with_its_client(service: Serving, box: Box) -> None:
+    """A file of holes is as large as it says, and nobody waits for it any more."""
+
+    def run(*argv: str) -> str:
+        path = f"/v1/sandboxes/{box['id']}/processes"
+        return str(service.http.post(path, json={"argv": argv, "timeout": 60}).json()["stdout"])
+
+    run("truncate", "-s", "1T", "/workspace/huge")
+    assert run("python3", "-c", OPEN) == ""  # control
+    place = urlsplit(service.url)
+    with socket.create_connection((place.hostname, place.port), 60) as sock:
+        head = f"GET {files(box)}/digest?path=/workspace/huge HTTP/1.1\r\nHost: x\r\n"
+        sock.sendall(f"{head}Authorization: Bearer {service.key}\r\n\r\n".encode())
+        eventually(lambda: run("python3", "-c", OPEN) == "open\n", "somebody reads it")
+    eventually(lambda: run("python3", "-c", OPEN) == "", "nobody reads it any more")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import socket
 import struct
 import uuid
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -188,6 +190,19 @@ def test_a_command_may_die_with_its_client(service: Serving, box: Box) -> None:
         else:
             assert service.http.get(one).json()["state"] == "running"
             service.http.delete(one)
+
+
+def test_a_command_that_is_waited_for_may_die_with_its_client(service: Serving, box: Box) -> None:
+    id = f"d{uuid.uuid4().hex[:8]}"
+    path = f"/v1/sandboxes/{box['id']}/processes"
+    body = json.dumps({"id": id, "argv": ["sleep", "600"], "kill_on_disconnect": True}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {service.key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    place = urlsplit(service.url)
+    with socket.create_connection((place.hostname, place.port), 60) as sock:
+        sock.sendall(head.encode() + body)
+        eventually(lambda: service.http.get(f"{path}/{id}").json().get("state") == "running", "it runs")
+    eventually(lambda: service.http.get(f"{path}/{id}").json().get("state") == "killed", "it dies")
 
 
 def test_output_is_forgotten_after_its_time(service: Serving, box: Box) -> None:

@@ -215,7 +215,7 @@ async def _collect(call: Call, process: GuestProcess, body: Start) -> Answer:
 
     async with call.control.using(call.sandbox, call.principal.project):
         following = loop.create_task(follow())
-        watching = loop.create_task(call.gone()) if body.kill_on_disconnect else None
+        watching = loop.create_task(call.left()) if body.kill_on_disconnect else None
         try:
             waits = {following} | ({watching} if watching is not None else set())
             limit = settings.most_wait if body.timeout is None else min(body.timeout, settings.most_wait)
