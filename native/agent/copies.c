@@ -3,8 +3,11 @@
 #include "process.h"
 
 #include <errno.h>
-#include <limits.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #define ASK_NS 5000000000u /* for a zygote to answer */
 
@@ -15,17 +18,49 @@ int copy_from(const struct process *process)
     return there ? process->in.fd : -1;
 }
 
+/* What was reported, and by which process: the kernel says that, not the process. Returns bytes, as recv does. */
+static ssize_t report_read(int fd, uint32_t words[2], pid_t *sender)
+{
+    union {
+        struct cmsghdr header;
+        char space[CMSG_SPACE(sizeof(struct ucred))]; /* and not a descriptor more */
+    } control;
+    struct iovec piece = {.iov_base = words, .iov_len = 2 * sizeof *words};
+    struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = control.space,
+                             .msg_controllen = sizeof control.space};
+    *sender = 0;
+    ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    const struct cmsghdr *first = got < 0 ? NULL : CMSG_FIRSTHDR(&message);
+    if (first != NULL && first->cmsg_level == SOL_SOCKET && first->cmsg_type == SCM_CREDENTIALS &&
+        first->cmsg_len >= CMSG_LEN(sizeof(struct ucred))) {
+        struct ucred credentials;
+        memcpy(&credentials, CMSG_DATA(first), sizeof credentials);
+        *sender = credentials.pid;
+    }
+    return got;
+}
+
 /* A copy says its number, or an errno and that it is none. The workload may say anything: all that is believed is
- * a child of ours (its parent ended, so it is) that is no other command's, worker's or zygote's. */
-int copy_take(struct process *process, const uint32_t words[2])
+ * a process that names itself, is a child of ours (its parent ended, so it is) and no other command, worker or zygote,
+ * and leads a group as every command does: signals go there. Returns 0, an errno, or -1: nothing was said yet. */
+int copy_take(struct process *process)
 {
     siginfo_t info = {0};
-    if (words[1] != 0)
-        return words[0] > 0 && words[0] < 4096 ? (int)words[0] : EPROTO;
-    if (words[0] < 2 || words[0] > INT_MAX || child_known((pid_t)words[0]) ||
-        waitid(P_PID, words[0], &info, WEXITED | WNOHANG | WNOWAIT) < 0)
+    uint32_t words[2];
+    pid_t sender = 0;
+    ssize_t got = report_read(process->status.fd, words, &sender);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR))
+        return -1;
+    if (got != (ssize_t)sizeof words)
         return ECHILD;
-    child_watch(&process->child, (pid_t)words[0]);
+    if (words[1] != 0) /* ours have a meaning, which is not for it to give */
+        return words[0] == 0 || words[0] > 4095 || words[0] == EEXIST || words[0] == ESRCH || words[0] == ETIMEDOUT
+                   ? EPROTO
+                   : (int)words[0];
+    if (sender < 2 || words[0] != (uint32_t)sender || child_known(sender) ||
+        waitid(P_PID, (id_t)sender, &info, WEXITED | WNOHANG | WNOWAIT) < 0 || getpgid(sender) != sender)
+        return ECHILD;
+    child_watch(&process->child, sender);
     children_look(); /* it may have ended since */
     process->copied = true;
     return 0;

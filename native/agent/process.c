@@ -134,7 +134,7 @@ static bool scan(struct request *request, const uint8_t *data, size_t size)
         }
     }
     uint64_t flags = request->flags;
-    if (flags & FLAG_ZYGOTE && (flags & (FLAG_PTY | FLAG_STDIN)) != FLAG_STDIN)
+    if (flags & FLAG_ZYGOTE && (flags & (FLAG_PTY | FLAG_STDIN | FLAG_ROOT)) != FLAG_STDIN)
         return false;
     if (request->zygote.size != 0 && (flags & (NO_COPY | FLAG_STDIN)) != FLAG_STDIN)
         return false;
@@ -221,19 +221,22 @@ void process_failed(struct process *process, int error, const char *step)
 static void resolve_start(struct process *process)
 {
     uint32_t words[2];
-    ssize_t got = read(process->status.fd, words, sizeof words);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR))
+    int error = 0;
+    const char *step = "zygote";
+    if (process->asked_ns != 0)
+        error = copy_take(process);
+    else {
+        ssize_t got = read(process->status.fd, words, sizeof words);
+        if (got < 0 && (errno == EAGAIN || errno == EINTR))
+            error = -1;
+        else if (got == (ssize_t)sizeof words)
+            error = (int)words[0], step = spawn_step(words[1]);
+    }
+    if (error < 0)
         return;
     loop_close(&process->status);
-    bool whole = got == (ssize_t)sizeof words;
-    if (process->asked_ns != 0) {
-        int error = whole ? copy_take(process, words) : ECHILD;
-        if (error == 0)
-            running(process);
-        else
-            process_failed(process, error, "zygote");
-    } else if (whole)
-        process_failed(process, (int)words[0], spawn_step(words[1]));
+    if (error != 0)
+        process_failed(process, error, step);
     else
         running(process);
 }

@@ -57,7 +57,7 @@ extern struct process *processes; /* newest first */
 void process_failed(struct process *process, int error, const char *step); /* its start did; frees it */
 
 int copy_from(const struct process *process);
-int copy_take(struct process *process, const uint32_t words[2]); /* 0 or an errno */
+int copy_take(struct process *process); /* reads its report: 0, an errno, or -1: none yet */
 void copy_wait(struct process *process);
 
 bool reader_add(struct process *process, struct channel *channel, const uint64_t from[2], uint64_t window, bool silent);

@@ -271,14 +271,24 @@ static void set_score(int score)
     }
 }
 
-static int open_all(const struct spawn *spawn, struct spawned *result, struct stdio *stdio, int report[2])
+/* A child of ours reports in a pipe. What is asked of others comes with the kernel's word for who says it. */
+static int open_report(int report[2], bool asked)
+{
+    const int on = 1;
+    if (!asked)
+        return pipe2(report, O_CLOEXEC | O_NONBLOCK);
+    return make_socket(&report[0], &report[1]) < 0
+               ? -1
+               : setsockopt(report[0], SOL_SOCKET, SO_PASSCRED, &on, sizeof on);
+}
+
+static int open_all(const struct spawn *spawn, struct spawned *result, struct stdio *stdio, int report[2], bool asked)
 {
     *stdio = (struct stdio){-1, -1, -1};
     *result = (struct spawned){-1, -1, -1, -1, -1};
-    if (pipe2(report, O_CLOEXEC | O_NONBLOCK) < 0) {
-        report[0] = report[1] = -1;
+    report[0] = report[1] = -1;
+    if (open_report(report, asked) < 0)
         return -1;
-    }
     return spawn->pty ? open_terminal(spawn, result, stdio) : open_pipes(spawn, result, stdio);
 }
 
@@ -304,7 +314,7 @@ int spawn_start(const struct spawn *spawn, struct spawned *result, const char **
     struct stdio stdio;
     int report[2], error;
     *step = spawn->pty ? "terminal" : "pipes";
-    if (open_all(spawn, result, &stdio, report) < 0)
+    if (open_all(spawn, result, &stdio, report, false) < 0)
         return opened(result, &stdio, report, errno);
     *step = "fork";
     set_score(config.oom);
@@ -356,7 +366,7 @@ int spawn_ask(const struct spawn *spawn, int zygote, struct spawned *result, con
     struct stdio stdio;
     int report[2], error = E2BIG;
     *step = "pipes";
-    if (open_all(spawn, result, &stdio, report) < 0)
+    if (open_all(spawn, result, &stdio, report, true) < 0)
         return opened(result, &stdio, report, errno);
     *step = "zygote";
     char *text = malloc(ASK_MAX);
