@@ -11,11 +11,12 @@
 
 #define ASK_NS 5000000000u /* for a zygote to answer */
 
-/* The descriptor on which a zygote is asked, or -1: there is none that could answer. */
+/* The descriptor on which a zygote is asked, or -1: there is none that could answer. Until it has said a word its host may
+ * still be sending it what it is to run, and a request in between would be read as that. */
 int copy_from(const struct process *process)
 {
     bool there = process != NULL && process->zygote && process->state == PROCESS_RUNNING && process->queue.head == NULL;
-    return there ? process->in.fd : -1;
+    return there && process->out[0].ring.end != 0 ? process->in.fd : -1;
 }
 
 /* What was reported, and by which process: the kernel says that, not the process. Returns bytes, as recv does. */

@@ -210,6 +210,21 @@ def test_a_zygotes_errors_are_not_the_agents(client: Client, said: int, heard: i
     assert refused(client, "a", "error", (3, f"NUMBER={said}")) == heard
 
 
+def test_it_is_not_asked_before_it_has_said_a_word(client: Client) -> None:
+    """Its host may still be sending what it is to run: a request would be taken for a part of that."""
+    quiet = "import os\nos.read(0, 16)\n" + PROGRAM
+    channel = client.open(START, (1, "z"), *argv("python3", "-c", quiet), (5, STDIN | ZYGOTE))
+    client.reply(channel)
+    assert refused(client, "a", "copy") == errno.ESRCH
+    client.data(channel, b"go")
+    while client.frame(channel).type != DATA:
+        pass
+    copy = ask(client, "a", "copy")  # control
+    client.reply(copy)
+    kill(client, "a")
+    follow(client, copy)
+
+
 def test_there_is_no_zygote_with_more_rights() -> None:
     with wall("root=1", "caps=3", "uid=0", "gid=0") as walled:
         client = walled.client()

@@ -19,9 +19,10 @@ _PIECE: Final = 8192  # characters of a request a line: lines of two host proces
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}\Z")
 
 # Each reads as many bytes as it is told from its input, which are the kernel, and runs them. Small, since a
-# command line is shown to everybody in the sandbox.
+# command line is shown to everybody in the sandbox. What lies in the folder is not for a kernel to import: a
+# `json.py` there is the user's.
 _PYTHON = (
-    "import os,sys\nn=int(sys.argv[1]);b=b''\n"
+    "import os,sys\nsys.path[:]=filter(None,sys.path)\nn=int(sys.argv[1]);b=b''\n"
     "while len(b)<n:\n d=os.read(0,n-len(b))\n if not d:sys.exit(3)\n b+=d\n"
     "exec(compile(b,'<ringfence kernel>','exec'),{'__name__':'__main__'})"
 )

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import signal
+import time
 from dataclasses import replace
 from typing import Final
 
@@ -22,6 +23,7 @@ from ringfence.model.errors import GuestRefused, Unsupported
 
 ZYGOTES: Final = "zygote."  # with the language: the id of the process
 _BOOT: Final = 30.0  # seconds for it to be ready: an emulated machine takes its time
+_PATIENCE: Final = 5.0  # seconds to wait for one that somebody else begins
 _RING: Final = 16384  # bytes; it prints one line
 _NO_PROGRAM: Final = 127  # what a shell says
 
@@ -58,18 +60,31 @@ async def _boot(link: GuestLink, kind: Language, number: str) -> bool:
     process, begun = await _started(link, kind, number)
     if process is None:
         return False
+    ready = False
     try:
-        async with asyncio.timeout(_BOOT):
+        async with asyncio.timeout(_PATIENCE if begun else _BOOT):
             if not begun:
                 await process.write(kind.zygote_source())
             await until_ready(kind, process)
+        ready = True
     except (GuestRefused, Unsupported, TimeoutError):
-        with contextlib.suppress(GuestRefused):
-            await process.signal(signal.SIGKILL)
-        return False
+        pass
     finally:
+        # Also where nobody waits for it any more: with half of its text it would be in everybody's way.
+        if not ready and (not begun or await _old(link, number)):
+            with contextlib.suppress(Exception):
+                await process.signal(signal.SIGKILL)
         await process.close()
-    return True
+    return ready
+
+
+async def _old(link: GuestLink, number: str) -> bool:
+    """Whether it had the time to be ready."""
+    with contextlib.suppress(GuestRefused):
+        for row in await link.processes():
+            if row.id == number:
+                return time.time() - row.started_ns / 1e9 > _BOOT
+    return False
 
 
 async def _started(link: GuestLink, kind: Language, number: str) -> tuple[GuestProcess | None, bool]:
