@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ringfence.cli.quota import LIMITS
 from ringfence.sdk import settings
 from ringfence.sdk.background import BACKGROUND
 from support.commands import Ringfence
@@ -24,6 +25,7 @@ from support.serving import Serving, needs_root_or_users, serving
 
 from .test_readme import README, ROOT, pattern
 
+BAD = os.fsdecode(b"\xff.txt")
 SMALL = ("--memory", "128M", "--disk", "32M", "--runtime", "jail")
 
 
@@ -225,6 +227,20 @@ def test_keys_and_quotas(ringfence: Ringfence) -> None:
         ringfence.json("quota", "set", "--json", "default", "--alive", str(before))["limits"]["alive"]
         == before
     )
+    # Every limit that a project has can be set from here, is explained, and comes back as it was typed.
+    names = list(ringfence.json("quota", "show", "--json")["limits"])
+    assert set(names) == set(LIMITS)
+    limits = ringfence.json(
+        "quota", "set", "--json", "default", "--bandwidth", "10000000", "--egress-bytes", "50GiB",
+        "--egress-rate", "1.5",
+    )["limits"]  # fmt: skip
+    assert (limits["bandwidth"], limits["egress_bytes"], limits["egress_rate"]) == (10**7, 50 * 2**30, 1.5)
+    plain = ringfence("quota", "show").stdout.decode()
+    assert re.search(r"^bandwidth .* 10000000$", plain, re.MULTILINE)
+    assert re.search(r"^egress_bytes .* 50GiB$", plain, re.MULTILINE)
+    again = ("--bandwidth", "none", "--egress-bytes", "none", "--egress-rate", "none")
+    limits = ringfence.json("quota", "set", "--json", "default", *again)["limits"]
+    assert limits["bandwidth"] is limits["egress_bytes"] is limits["egress_rate"] is None
 
 
 def test_pools_and_top(ringfence: Ringfence) -> None:
@@ -235,7 +251,8 @@ def test_pools_and_top(ringfence: Ringfence) -> None:
     assert ringfence.json("pool", "queue", "--json", name)["running"] == 1
     assert name in {pool["name"] for pool in ringfence.json("pool", "ls", "--json")["pools"]}
     assert ringfence("pool", "set", name, "--max", "2").returncode == 0
-    assert ringfence("pool", "show", name).returncode == 0
+    shown = ringfence("pool", "show", name).stdout.decode()
+    assert re.search(r"^created_at +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d$", shown, re.MULTILINE)
     seen = ringfence.json("top", "--json")
     assert taken["id"] in {each["id"] for each in seen["sandboxes"]}
     plain = ringfence("top").stdout.decode()
@@ -258,6 +275,9 @@ def test_pools_and_top(ringfence: Ringfence) -> None:
         (("quota", "set", "default"), "invalid_request", "--alive"),
         (("quota", "set", "default", "--alive", "many"), "invalid_request", "number"),
         (("key", "revoke", "nobody"), "not_found", ""),
+        (("quota", "set", "default", "--burst", "none"), "invalid_request", "--burst"),
+        (("snapshot", "show", "nobody"), "not_found", "snapshot ls"),
+        (("snapshot", "rm", "nobody"), "not_found", "snapshot ls"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -267,6 +287,42 @@ def test_errors_name_cause_and_remedy(
     error: dict[str, Any] = ringfence.json(*arguments[:2], "--json", *arguments[2:], code=125)["error"]
     assert error["code"] == code
     assert said in error["message"] + error["hint"]
+
+
+def test_text_that_is_not_utf8(ringfence: Ringfence, box: str) -> None:
+    for arguments in (
+        ("sandbox", "show", BAD),
+        ("sandbox", "create", "--name", BAD),
+        ("sandbox", "exec", box, "--", "echo", BAD),
+        ("sandbox", "exec", box, "-e", f"A={BAD}", "--", "true"),
+        ("sandbox", "cp", "-", f"{box}:{BAD}"),
+        ("sandbox", "code", box, f"'{BAD}'"),
+        ("job", "run", "--", "echo", BAD),
+        ("volume", "create", BAD),
+        ("snapshot", "show", BAD),
+        ("egress", "log", "--sandbox", BAD),
+    ):
+        done = ringfence(*arguments)
+        assert done.returncode == 125, arguments
+        assert b"\\xff.txt' is not UTF-8" in done.stderr, arguments
+        assert b"fault" not in done.stderr, arguments
+
+
+def test_snapshots_of_a_service(ringfence: Ringfence, box: str) -> None:
+    made = ringfence.json("sandbox", "snapshot", "--json", box, "--name", "kept-here")
+    assert made["id"] in {each["id"] for each in ringfence.json("snapshot", "ls", "--json")["snapshots"]}
+    row = [line for line in ringfence("snapshot", "ls").stdout.decode().splitlines() if "kept-here" in line]
+    assert len(row) == 1
+    assert row[0].split()[0] == made["id"]
+    assert ringfence.json("snapshot", "show", "--json", "kept-here")["sandbox"] == box
+    assert re.search(
+        rf"^id +{made['id']}$", ringfence("snapshot", "show", "kept-here").stdout.decode(), re.MULTILINE
+    )
+    refused = ringfence("snapshot", "rm", "kept-here", "nobody")
+    assert refused.returncode == 125  # and nothing is removed
+    assert ringfence.json("snapshot", "show", "--json", made["id"])["state"] == "ready"
+    assert ringfence.json("snapshot", "rm", "--json", "kept-here")["removed"] == ["kept-here"]
+    assert made["id"] not in {each["id"] for each in ringfence.json("snapshot", "ls", "--json")["snapshots"]}
 
 
 def test_a_service_that_is_not_there(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = (
-        "Serve this machine's sandboxes to an API over a unix socket, until SIGTERM. Sandboxes live on; the "
+        "Serve this machine's sandboxes to an API over a unix socket, until SIGTERM. Sandboxes live on; the\n"
         "next node of the same service adopts them. `ringfence serve` starts one by itself."
     )
     parser.epilog = (

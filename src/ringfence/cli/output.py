@@ -45,6 +45,10 @@ def note(text: str) -> None:
 
 def print_error(error: BaseException, *, as_json: bool) -> None:
     """One message: cause, then remedy. With ``as_json`` the error object on stdout."""
+    if isinstance(error, UnicodeEncodeError):
+        from ringfence.sdk.failures import not_utf8
+
+        error = not_utf8(error)
     if isinstance(error, RingfenceError):
         value = error.as_dict()
     else:
@@ -65,6 +69,11 @@ def print_error(error: BaseException, *, as_json: bool) -> None:
 
 def print_error_object(value: dict[str, Any]) -> None:
     """An error's ``as_dict``, for people: its message and hint on stderr."""
+    if "fields" in (value.get("details") or {}):
+        # A request's body is nothing that who typed a command knows of, nor is the service's schema.
+        value = value | {"message": str(value["message"]).removeprefix("the body is wrong: ")}
+        if "/openapi.json" in str(value["hint"]):
+            value["hint"] = "see the command's --help"
     note("\n  ".join(map(printable, str(value["message"]).splitlines())))
     if value["hint"]:
         print(

@@ -81,6 +81,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{choice[1]}: {choice[2]!r} is not one of {', '.join(names)}"
             hint = did_you_mean(choice[2], names) or hint
         message = re.sub(r"^argument (\S+): ", lambda m: m[1] + ": ", message)
+        message = re.sub(r"invalid (int|float) value: (.*)", _no_number, message, flags=re.DOTALL)
         raise InvalidRequest(message, hint=hint)
 
     def _unknown(self, text: str) -> InvalidRequest:
@@ -90,6 +91,10 @@ class Parser(argparse.ArgumentParser):
         return InvalidRequest(
             f"unknown {kind} {text}", hint=did_you_mean(text, names) or f"see `{self.prog} --help`"
         )
+
+
+def _no_number(found: re.Match[str]) -> str:
+    return f"{found[2]} is no {'whole ' if found[1] == 'int' else ''}number"
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ringfence.cli import remote
+from ringfence.cli.listing import clock
 from ringfence.cli.output import print_json, safe, table
 from ringfence.cli.parsing import Parser, add_json, add_verbs
 from ringfence.model.levels import Level
@@ -171,8 +172,15 @@ def _show(options: argparse.Namespace) -> int:
         print_json(found)
         return 0
     for name, value in found.items():
-        if name != "policy" and value not in (None, "", {}, []):
-            print(f"{name:<16} {safe(str(value))}")
+        if name == "policy" or value in (None, "", {}, []):
+            continue
+        if name.endswith("_at"):
+            value = clock(value)
+        elif isinstance(value, dict):
+            value = ", ".join(f"{key}={part}" for key, part in value.items())
+        elif isinstance(value, float):
+            value = f"{value:g}"
+        print(f"{name:<16} {safe(str(value))}")
     return 0
 
 

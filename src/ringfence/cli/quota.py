@@ -23,8 +23,15 @@ LIMITS = {
     "pool": "members of pools",
     "requests": "requests a second",
     "burst": "requests at once beyond that",
+    "connections": "connections at once, through egress doors",
+    "bandwidth": "bits a second through egress doors, each way",
+    "egress_requests": "requests through egress doors, in all",
+    "egress_bytes": "bytes through egress doors, in all: 50GiB",
+    "egress_rate": "requests a second through egress doors",
+    "egress_spend": "spent by egress rules with prices, in all",
 }
-_BYTES = frozenset({"memory", "storage"})
+_BYTES = frozenset({"memory", "storage", "egress_bytes"})
+_FRACTIONS = frozenset({"cpus", "requests", "egress_rate", "egress_spend"})
 
 
 def configure(parser: Parser) -> None:
@@ -79,13 +86,17 @@ def _amount(name: str, value: float | None) -> str:
         from ringfence.model.quantities import format_size
 
         return format_size(int(value))
-    return f"{value:g}"
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def _set_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("project", metavar="PROJECT", help="its id; `ringfence quota show` names your own")
     for name, text in LIMITS.items():
-        parser.add_argument(f"--{name}", metavar="N", help=f"{text}; none: no limit")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="N",
+            help=text if name == "burst" else f"{text}; none: no limit",
+        )
     add_json(parser)
 
 
@@ -98,17 +109,19 @@ def _set(options: argparse.Namespace) -> int:
         text = getattr(options, name)
         if text is None:
             continue
+        if name == "burst" and text == "none":
+            raise InvalidRequest("--burst can't be without a limit", hint="a number from 1 on")
         try:
-            whole = name not in ("cpus", "requests")
             limits[name] = (
                 None
                 if text == "none"
                 else parse_size(text)
                 if name in _BYTES
-                else (int if whole else float)(text)
+                else (float if name in _FRACTIONS else int)(text)
             )
         except ValueError:
-            raise InvalidRequest(f"--{name} {text!r} is no number", hint="a number, or none") from None
+            option = name.replace("_", "-")
+            raise InvalidRequest(f"--{option} {text!r} is no number", hint="a number, or none") from None
     if not limits:
         raise InvalidRequest(
             "no limit was named", hint="for example --alive 200; see `ringfence quota set --help`"

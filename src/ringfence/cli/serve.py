@@ -21,8 +21,8 @@ PORT = 8717
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = (
-        "Serve sandboxes over HTTP until SIGTERM. Starts the node (the only part with privileges) and the "
-        "API, watches over them, and adopts the sandboxes that live already. Started as root, the API runs "
+        "Serve sandboxes over HTTP until SIGTERM. Starts the node (the only part with privileges) and the\n"
+        "API, watches over them, and adopts the sandboxes that live already. Started as root, the API runs\n"
         "as a user of its own without any capability. The first start makes a key and prints it, once."
     )
     parser.epilog = (

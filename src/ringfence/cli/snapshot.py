@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ringfence.cli import remote
 from ringfence.cli.listing import clock
 from ringfence.cli.output import note, print_json, printable, safe, table
 from ringfence.cli.parsing import Parser, add_json, add_verbs
@@ -17,7 +18,10 @@ _Result = TypeVar("_Result")
 
 DESCRIPTION = """\
 Snapshots are saved sandboxes: their files, and with gvisor and qemu everything that ran in them. They are
-made by `ringfence sandbox snapshot` and started, any number of times, by `ringfence sandbox restore`."""
+made by `ringfence sandbox snapshot` and started, any number of times, by `ringfence sandbox restore`.
+
+With a service (`ringfence login`, or RINGFENCE_URL) `ls`, `show` and `rm` are about your project's there;
+`check` and `gc` always look at what lies on this machine. RINGFENCE_URL=local: all of them do."""
 
 EPILOG = """\
 examples:
@@ -194,9 +198,13 @@ def _gc(options: argparse.Namespace) -> int:
 
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 VERBS: dict[str, Verb] = {
-    "ls": ("list snapshots", add_json, _list),
-    "show": ("show a snapshot, and who uses it", _name, _show),
+    "ls": ("list snapshots", add_json, remote.either(_list, "remote_snapshot", "ls")),
+    "show": ("show a snapshot, and who uses it", _name, remote.either(_show, "remote_snapshot", "show")),
     "check": ("read snapshots whole and compare them with what was saved", _check_options, _check),
-    "rm": ("remove snapshots that nobody uses", _remove_options, _remove),
+    "rm": (
+        "remove snapshots that nobody uses",
+        _remove_options,
+        remote.either(_remove, "remote_snapshot", "rm"),
+    ),
     "gc": ("remove what is left of forks and crashes, and old or damaged ones if told so", _gc_options, _gc),
 }

@@ -53,6 +53,21 @@ PASSING = frozenset(
 CLASSES = errors.by_code() | {ServiceUnreachable.code: ServiceUnreachable}
 
 
+def not_utf8(error: UnicodeEncodeError) -> errors.InvalidRequest:
+    """The error for text that can't be sent: it has bytes that are none of UTF-8, as names of files and
+    arguments may, which Python holds as lone surrogates.
+    """
+    import re
+
+    text = error.object
+    ends = re.compile(r"""[\s"'/&=?\\]""")  # of a word, in JSON and in addresses
+    word = ends.split(text[: error.start])[-1][-80:] + ends.split(text[error.start :])[0][:80]
+    shown = re.sub("[\ud800-\udfff]", lambda found: f"\\x{ord(found[0]) & 0xFF:02x}", word)
+    return errors.InvalidRequest(
+        f"'{shown}' is not UTF-8", hint="a service is told text in UTF-8 only: give it another name"
+    )
+
+
 def from_object(
     value: object, *, status: int = 0, request_id: str = "", retry_after: float | None = None
 ) -> RingfenceError:

@@ -420,7 +420,6 @@ class AsyncProcess:
     async def _connect(self) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        socket = self._socket = await self._transport.connect(f"{self._sandbox}/execute")
         first = {
             "type": "execute",
             "command_id": self.id,
@@ -431,7 +430,12 @@ class AsyncProcess:
             **(self._spec or {}),
         }
         try:
-            await socket.send(json.dumps(first))
+            text = json.dumps(first, ensure_ascii=False).encode().decode()
+        except UnicodeEncodeError as error:
+            raise failures.not_utf8(error) from None
+        socket = self._socket = await self._transport.connect(f"{self._sandbox}/execute")
+        try:
+            await socket.send(text)
             answer = json.loads(await socket.recv())
             if answer.get("type") == "error":
                 raise failures.from_object(answer)

@@ -156,8 +156,9 @@ class AsyncService:
         )
 
     async def set_quota(self, project: str, **limits: float | None) -> Mapping[str, Any]:
-        """Change a project's limits (alive, cpus, memory, storage, creates, pool, requests, burst); ``None``:
-        no limit. For operators.
+        """Change a project's limits (alive, cpus, memory, storage, creates, pool, requests, burst,
+        connections, bandwidth, egress_requests, egress_bytes, egress_rate, egress_spend); ``None``: no limit.
+        For operators.
         """
         path = f"/v1/projects/{quote(project, safe='')}/quota"
         changed: Mapping[str, Any] = await self.call("PATCH", path, json=limits, safe=True)

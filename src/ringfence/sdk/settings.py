@@ -104,6 +104,8 @@ def check(settings: Settings) -> Settings:
         raise InvalidRequest(f"{settings.url!r} is no address of a service", hint=hint)
     if parts.scheme == "unix" and not parts.path.startswith("/"):
         raise InvalidRequest(f"{settings.url!r}: the path of a socket begins with a slash", hint=hint)
+    if not _host(parts.hostname or "host"):
+        raise InvalidRequest(f"{settings.url!r} is no address of a service: no such host can be", hint=hint)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise InvalidRequest("an address has no user, query or fragment", hint=f"the key belongs into {KEY}")
     if any(not 0x21 <= ord(letter) <= 0x7E for letter in settings.key):
@@ -115,6 +117,23 @@ def check(settings: Settings) -> Settings:
             hint="use https; or, in a network that you trust, RINGFENCE_INSECURE=1",
         )
     return settings
+
+
+def _host(name: str) -> bool:
+    """Whether it can be the name or address of a host; most that is odd in it is a slip of the fingers."""
+    if ":" in name:  # an IPv6 address: urlsplit wants it in brackets
+        import ipaddress
+
+        try:
+            ipaddress.IPv6Address(name)
+        except ValueError:
+            return False
+        return True
+    try:
+        plain = name.encode("idna").decode("ascii")
+    except UnicodeError:
+        return False
+    return all(letter.isalnum() or letter in "-._" for letter in plain)
 
 
 def path() -> Path:

@@ -183,6 +183,8 @@ class Transport:
                     headers=own, content=content,
                     timeout=self._errors.USE_CLIENT_DEFAULT if timeout is None else timeout,
                 )  # fmt: skip
+            except UnicodeEncodeError as error:
+                raise failures.not_utf8(error) from None
             except self._errors.TransportError as error:
                 failure = self._translate(error)
                 unsent = (
@@ -236,6 +238,8 @@ class Transport:
                 timeout=self._errors.Timeout(self.settings.timeout, read=None),
             )  # fmt: skip
             response = await self._client.send(request, stream=True)
+        except UnicodeEncodeError as error:
+            raise failures.not_utf8(error) from None
         except self._errors.TransportError as error:
             raise self._translate(error) from _first(error)
         try:
@@ -275,7 +279,10 @@ class Transport:
         from websockets.exceptions import InvalidStatus, WebSocketException
 
         self.check()
-        query = urlencode({name: str(value) for name, value in _given(params).items()})
+        try:
+            query = urlencode({name: str(value) for name, value in _given(params).items()})
+        except UnicodeEncodeError as error:
+            raise failures.not_utf8(error) from None
         address = self.settings.websocket_base + path + (f"?{query}" if query else "")
         headers = {"authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
         options: dict[str, Any] = {

@@ -26,6 +26,7 @@ _BACKOFF = (0.1, 5.0)  # seconds before a restart: first, at most
 _HEALTHY = 10.0  # seconds after which a child counts as well started
 _STOP = 30.0  # seconds that children have to end
 _START = 60.0
+_LAST = 5.0  # seconds for one that has said nothing more, to end
 
 
 class Child:
@@ -51,7 +52,7 @@ class Child:
             async with asyncio.timeout(_START):
                 await ready
         except (TimeoutError, EOFError):
-            await self._kill()
+            await self._end()
             raise HostLimit(f"{self.name} did not start", hint="its messages are above") from None
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
@@ -78,7 +79,17 @@ class Child:
                     break
                 except (OSError, EOFError, TimeoutError) as error:
                     self._said(f"{self.name} can't be started: {error or type(error).__name__}")
-                    await self._kill()
+                    await self._end()
+
+    async def _end(self) -> None:
+        """Let one that is ending end. A signal at that moment would find it dead before asyncio's own waiting
+        does, which then tells the user of a child that it does not know.
+        """
+        if self.process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST):
+                    await self.process.wait()
+        await self._kill()
 
     async def _kill(self) -> None:
         if self.process is not None and self.process.returncode is None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ringfence.cli import output
 from ringfence.cli.output import print_error, print_json, printable, safe, table
-from ringfence.model.errors import StartFailed
+from ringfence.model.errors import InvalidRequest, StartFailed
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,28 @@ def test_layers_are_counted_in_words(count, text):
     from ringfence.cli.template import layers
 
     assert layers(SimpleNamespace(layers=[None] * count)) == text
+
+
+def test_text_that_is_not_utf8_is_the_users_and_no_fault_of_ours(capsys):
+    with pytest.raises(UnicodeEncodeError) as caught:
+        '{"name": "a\udcff.txt"}'.encode()
+    print_error(caught.value, as_json=False)
+    said = capsys.readouterr().err
+    assert "'a\\xff.txt' is not UTF-8" in said
+    assert "fault" not in said
+    print_error(caught.value, as_json=True)
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "invalid_request"
+
+
+def test_a_field_is_named_without_the_body_that_carried_it(capsys):
+    fields = [{"field": "min", "problem": "too small"}]
+    refused = InvalidRequest(
+        "the body is wrong: min: too small", hint="see /openapi.json for what it takes", fields=fields
+    )
+    print_error(refused, as_json=False)
+    assert capsys.readouterr().err == "ringfence: min: too small\n  see the command's --help\n"
+    print_error(refused, as_json=True)  # programs get what the service said
+    assert json.loads(capsys.readouterr().out)["error"]["message"].startswith("the body")
+    other = InvalidRequest("min (5) is more than max (2)", hint="swap them")
+    print_error(other, as_json=False)
+    assert capsys.readouterr().err == "ringfence: min (5) is more than max (2)\n  swap them\n"

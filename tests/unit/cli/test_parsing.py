@@ -54,6 +54,17 @@ def test_options_are_never_abbreviated():
         parse("--mem", "64M", "--", "true")
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--pids", "--pids: 'x\n' is no whole number"), ("--cpus", "--cpus: 'x\n' is no number")],
+)
+def test_a_number_that_is_none(option, said):
+    with pytest.raises(InvalidRequest) as caught:
+        parse(option, "x\n", "--", "true")
+    assert caught.value.message == said.replace("\n", "\\n")
+    assert caught.value.hint
+
+
 def test_a_choice_that_is_none_names_all():
     with pytest.raises(InvalidRequest, match="'L9' is not one of L1, L2, L3, L4"):
         parse("--isolation", "L9", "--", "true")

@@ -69,3 +69,21 @@ def test_a_code_of_a_later_version_is_told_by_its_status() -> None:
 )
 def test_nonsense_is_an_error_too(value: object) -> None:
     assert isinstance(failures.from_object(value, status=500), errors.RingfenceError)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\udcff.txt", "a\\xff.txt"),
+        ('{"argv": ["echo", "one two\udcff\udcfe"]}', "two\\xff\\xfe"),
+        ("/v1/sandboxes/\udc80?x=1", "\\x80"),
+        ("x" * 1000 + "\udcff", "x" * 80 + "\\xff"),
+    ],
+)
+def test_what_is_not_utf8_is_named(text: str, shown: str) -> None:
+    with pytest.raises(UnicodeEncodeError) as caught:
+        text.encode()
+    made = failures.not_utf8(caught.value)
+    assert made.message == f"'{shown}' is not UTF-8"
+    assert made.message.isprintable()
+    assert made.hint

@@ -124,3 +124,17 @@ def test_a_key_that_would_break_a_header_is_refused() -> None:
 
 def test_the_key_is_not_in_the_representation() -> None:
     assert "secret" not in repr(Settings("http://localhost", "secret"))
+
+
+@pytest.mark.parametrize("host", ["\udcff", "a b", "a,b", "%zz", "[::g]", "x" * 70, "a\x7fb", "*"])
+def test_what_no_host_can_be_called_is_refused(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="no address of a service") as caught:
+        settings.check(Settings(f"http://{host}", insecure=True))
+    assert "RINGFENCE_URL" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "host", ["a", "a_b.example", "bücher.example", "127.0.0.1", "[::1]", "localhost.", "x-1"]
+)
+def test_what_a_host_can_be_called(host: str) -> None:
+    assert settings.check(Settings(f"https://{host}:8717")).url

@@ -109,8 +109,9 @@ class Service(Facade):
         return BACKGROUND.run(self._async.quota(project))
 
     def set_quota(self, project: str, **limits: float | None) -> Mapping[str, Any]:
-        """Change a project's limits (alive, cpus, memory, storage, creates, pool, requests, burst); ``None``:
-        no limit. For operators.
+        """Change a project's limits (alive, cpus, memory, storage, creates, pool, requests, burst,
+        connections, bandwidth, egress_requests, egress_bytes, egress_rate, egress_spend); ``None``: no limit.
+        For operators.
         """
         return BACKGROUND.run(self._async.set_quota(project, **limits))
 
