@@ -439,11 +439,17 @@ class Doors:
         return found
 
     async def share_grant(
-        self, project: str, limits: Mapping[str, float], amounts: Mapping[str, int], until: float, gain: float
+        self,
+        project: str,
+        limits: Mapping[str, float],
+        amounts: Mapping[str, int],
+        until: float,
+        gain: float,
+        elsewhere: list[float] | None,
     ) -> None:
-        """This share, until that moment of the machine's monotonic clock."""
-        values = {"limits": dict(limits), "amounts": dict(amounts), "until": until, "gain": gain}
-        await self._call("share_grant", project=project, **values)
+        """This share, until that moment of the machine's monotonic clock; and what others have used."""
+        values: dict[str, Any] = {"limits": dict(limits), "amounts": dict(amounts), "until": until}
+        await self._call("share_grant", project=project, gain=gain, elsewhere=elsewhere, **values)
 
     async def share_drop(self, project: str, *, cut: bool) -> dict[str, Any]:
         """No share any more; with ``cut`` what counts ends. See ``egress.engine.Engine.unshare``."""

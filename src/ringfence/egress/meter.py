@@ -51,6 +51,7 @@ class Meter:
         self._folder = folder
         self._own: dict[str, Counts] = {}
         self._others: dict[str, Counts] = {}
+        self._elsewhere: dict[str, Counts] = {}  # what others have counted, as the store says
         self._rates: dict[str, tuple[float, float]] = {}  # tokens, at
         self._told: dict[tuple[str, str], float] = {}
         self._name = f"{os.getpid()}-{os.urandom(4).hex()}"
@@ -128,12 +129,18 @@ class Meter:
 
     def used(self, key: str) -> Counts:
         """Requests, bytes out, bytes in and money of ``sandbox/ID``, ``project/ID`` or ``rule/ID/RULE``."""
-        return [
-            mine + theirs
-            for mine, theirs in zip(
-                self._own.get(key, _NOTHING), self._others.get(key, _NOTHING), strict=True
-            )
-        ]
+        # Some of those that the store knows of count into this folder, too: the larger sum has all of them.
+        own, here = self._own.get(key, _NOTHING), self._others.get(key, _NOTHING)
+        there = self._elsewhere.get(key, _NOTHING)
+        return [mine + max(pair) for mine, *pair in zip(own, here, there, strict=True)]
+
+    def own(self, key: str) -> Counts:
+        """What this process has counted."""
+        return list(self._own.get(key, _NOTHING))
+
+    def elsewhere(self, key: str, counts: Counts) -> None:
+        """What all other processes of a store have counted."""
+        self._elsewhere[key] = counts
 
     def seen(self, key: str) -> Counts:
         """The same, and what others have counted until a second ago."""
@@ -182,6 +189,9 @@ class Meter:
             if budget is not None and budget.rate is not None:
                 self._rate(door, rule, key, budget)
         limits = door.spec.limits
+        if limits.shared and door.project_budget and not door.engine.shared(door.spec.project).valid:
+            reason = "what is left of this project's budget is not known now"
+            raise OverBudget(Decision(False, "budget_unknown", rule, reason, "try again"), 1.0)
         if limits.shared and limits.rate is not None:
             retry = door.engine.shared(door.spec.project).request()
             if retry is not None:

@@ -279,11 +279,16 @@ class Server:
         return {project: shared.wants() for project, shared in self.engine.shares().items()}
 
     async def _do_share_shrink(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        return self.engine.shared(str(message["project"])).shrink(message["amounts"])
+        project = str(message["project"])
+        told = self.engine.shared(project).shrink(message["amounts"])
+        return told | {"used": self.engine.meter.own(f"project/{project}")}
 
     async def _do_share_grant(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         until, gain = float(message["until"]), float(message["gain"])
-        self.engine.shared(str(message["project"])).grant(message["limits"], message["amounts"], until, gain)
+        project, elsewhere = str(message["project"]), message["elsewhere"]
+        if elsewhere is not None:
+            self.engine.meter.elsewhere(f"project/{project}", [float(count) for count in elsewhere])
+        self.engine.shared(project).grant(message["limits"], message["amounts"], until, gain)
         return {}
 
     async def _do_share_drop(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:

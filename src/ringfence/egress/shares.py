@@ -15,10 +15,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 CONNECTIONS, OUT, IN, RATE = "connections", "out", "in", "rate"
+BUDGET = "budget"  # nothing to divide: what each has used is told to all
 VALID, RECLAIM = 10.0, 14.0
 EVERY = 1.0  # seconds between two looks at the document
 BEAT = 3.0  # seconds after which an entry is written anew though nothing changed
 Amounts = dict[str, int]
+Counts = list[float]  # requests, bytes out, bytes in, money
 
 
 def units(rate: float) -> int:
@@ -79,20 +81,46 @@ def entered(
     have: Mapping[str, int],
     wants: Mapping[str, int],
     dead: Collection[str] = (),
+    used: Counts | None = None,
 ) -> dict[str, Any]:
-    """The document with one process's entry; those of dead ones are gone.
+    """The document with one process's entry; those of dead ones are gone, and what they used is not.
 
     ``beat`` is never given twice, also not by one that was taken for dead meanwhile: others remember the old.
+    ``used``: as it says in the entry, and since then.
     """
-    holders = {owner: entry for owner, entry in document.get("holders", {}).items() if owner not in dead}
-    holders[me] = {"beat": beat, "have": dict(have), "want": dict(wants)}
-    return {**document, "holders": holders}
+    found = _without(document, dead)
+    found["holders"][me] = {"beat": beat, "have": dict(have), "want": dict(wants)}
+    if used is not None:
+        found["holders"][me]["used"] = used
+    return found
 
 
 def left(document: Mapping[str, Any], me: str) -> dict[str, Any]:
-    """The document without one process's entry."""
-    holders = {owner: entry for owner, entry in document.get("holders", {}).items() if owner != me}
-    return {**document, "holders": holders}
+    """The document without one process's entry; what it used stays."""
+    return _without(document, (me,))
+
+
+def _without(document: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
+    holders = dict(document.get("holders", {}))
+    spent = document.get("spent", [])
+    for owner in gone:
+        spent = added(spent, holders.pop(owner, {}).get("used", []))
+    return {**document, "holders": holders} | ({"spent": spent} if spent else {})
+
+
+def used_by_all(document: Mapping[str, Any]) -> Counts:
+    """What was used since there is a budget, by all that ever had an entry."""
+    found: Counts = document.get("spent", [])
+    for entry in document.get("holders", {}).values():
+        found = added(found, entry.get("used", []))
+    return added(found, [0.0] * 4)
+
+
+def added(one: Counts, other: Counts) -> Counts:
+    """The sum; empty is nothing."""
+    if not one or not other:
+        return list(one or other)
+    return [mine + theirs for mine, theirs in zip(one, other, strict=True)]
 
 
 def passed_on(

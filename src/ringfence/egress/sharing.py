@@ -40,9 +40,14 @@ class Shared:
         self._timer: asyncio.TimerHandle | None = None
         self.ways = {name: SharedBucket(self, name, clock) for name in (OUT, IN)}
 
+    @property
+    def valid(self) -> bool:
+        """Whether its time is not up."""
+        return self._clock() < self.until
+
     def amount(self, name: str) -> int:
         """What there is of one limit now."""
-        return self.have.get(name, 0) if self._clock() < self.until else 0
+        return self.have.get(name, 0) if self.valid else 0
 
     # -- given and taken by whoever talks with the others
 

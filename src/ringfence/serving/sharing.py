@@ -44,6 +44,9 @@ class Shares:
         self._limits: dict[str, dict[str, float]] = {}
         self._seen: dict[str, dict[str, tuple[int, float]]] = {}  # beats of others, and since when
         self._beat = 0
+        # The last write that was begun: its beat, and what the proxy had counted then; and what the row has.
+        self._tried: dict[str, tuple[int, list[float]]] = {}
+        self._counted: dict[str, list[float]] = {}
         self._written: dict[str, float] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -89,7 +92,9 @@ class Shares:
         from ringfence.egress import shares
 
         whole = {
-            name: shares.units(limit) if name == shares.RATE else int(limit) for name, limit in limits.items()
+            name: shares.units(limit) if name == shares.RATE else int(limit)
+            for name, limit in limits.items()
+            if name != shares.BUDGET
         }
         back = 0.0
         for _ in range(_TRIES):
@@ -108,11 +113,23 @@ class Shares:
                 have[shares.CONNECTIONS] = max(have[shares.CONNECTIONS], int(kept["open"]))
             now = self._clock()
             alone = holders.keys() == {self._me}
-            same = have == had and (alone or dict(wants) == mine.get("want")) and kept["given"]
-            if same and not dead and back < 1e-6 and now < self._written.get(project, now) + shares.BEAT:
+            used = self._used(project, mine, kept["used"]) if shares.BUDGET in limits else None
+            same = have == had and (alone or (dict(wants), used) == (mine.get("want"), mine.get("used")))
+            until = self._written.get(project, now) + shares.VALID
+            if (
+                same
+                and kept["given"]
+                and not dead
+                and back < 1e-6
+                and now < until - shares.VALID + shares.BEAT
+            ):
+                if not alone:  # what others have used is news all the same
+                    told = self._elsewhere(document, used, kept["used"])
+                    await self._doors.share_grant(project, limits, goal, until, 0.0, told)
                 return
             beat = self._beat = self._beat + 1
-            document, gain = shares.entered(document, self._me, beat, have, wants, dead), 0.0
+            self._tried[project] = beat, kept["used"]
+            document, gain = shares.entered(document, self._me, beat, have, wants, dead, used), 0.0
             if shares.RATE in limits:
                 rate, level = limits[shares.RATE], kept["level"]
                 document, gain = shares.passed_on(document, rate, have[shares.RATE], level, back)
@@ -120,10 +137,36 @@ class Shares:
                 await self._store.commit(Put(replace(row, document=document)))
             except Conflict:
                 continue
-            self._written[project] = now
-            await self._doors.share_grant(project, limits, goal, now + shares.VALID, gain)
+            self._written[project], self._counted[project] = now, kept["used"]
+            told = self._elsewhere(document, used, kept["used"])
+            await self._doors.share_grant(project, limits, goal, now + shares.VALID, gain, told)
             return
         raise Conflict("the shares are changed all the time")
+
+    def _used(self, project: str, mine: Mapping[str, Any], own: list[float]) -> list[float]:
+        """What stands in our entry, and what was used since it was written. ``own``: what the proxy has
+        counted since it began, of which the row may know a part.
+        """
+        from ringfence.egress import shares
+
+        beat, counted = self._tried.get(project, (0, []))
+        if mine.get("beat") == beat:  # that came through, whatever was said about it
+            self._counted[project] = counted
+        known = self._counted.get(project, [0.0] * 4)
+        if any(now < then for now, then in zip(own, known, strict=True)):
+            known = self._counted[project] = [0.0] * 4  # another proxy
+        since = [now - then for now, then in zip(own, known, strict=True)]
+        return shares.added(mine.get("used", []), since)
+
+    @staticmethod
+    def _elsewhere(
+        document: Mapping[str, Any], used: list[float] | None, own: list[float]
+    ) -> list[float] | None:
+        from ringfence.egress import shares
+
+        if used is None:
+            return None
+        return [max(0.0, all_ - mine) for all_, mine in zip(shares.used_by_all(document), own, strict=True)]
 
     async def _read(self, project: str) -> tuple[Row, set[str]]:
         """The row, and the processes in it that have not been heard of for too long."""
@@ -160,7 +203,10 @@ class Shares:
         async with self._locks.setdefault(project, asyncio.Lock()):
             if unless is not None and project in unless():
                 return
-            self._limits.pop(project, None)
+            limits = self._limits.pop(project, None)
+            if limits is not None and cut:
+                with contextlib.suppress(RingfenceError):
+                    await self._turn(project, limits, {})  # what was used until now
             self._seen.pop(project, None)
             self._written.pop(project, None)
             told: dict[str, Any] = await self._doors.share_drop(project, cut=cut)
@@ -201,7 +247,7 @@ class Shares:
 
 def limits_of(quota: Quota) -> dict[str, float]:
     """A quota's limits that are divided among processes."""
-    from ringfence.egress.shares import CONNECTIONS, IN, OUT, RATE
+    from ringfence.egress.shares import BUDGET, CONNECTIONS, IN, OUT, RATE
 
     found = {
         CONNECTIONS: quota.connections,
@@ -209,4 +255,6 @@ def limits_of(quota: Quota) -> dict[str, float]:
         IN: quota.bandwidth,
         RATE: quota.egress_rate,
     }
+    budgets = (quota.egress_requests, quota.egress_bytes, quota.egress_spend)
+    found[BUDGET] = 1 if any(budget is not None for budget in budgets) else None
     return {name: limit for name, limit in found.items() if limit is not None}

@@ -184,6 +184,23 @@ def test_a_project_has_its_bandwidth_once(apis: tuple[Serving, Serving], beyond:
     pair.end()
 
 
+def test_a_project_has_its_budget_once(apis: tuple[Serving, Serving], beyond: Beyond) -> None:
+    pair = Pair(*apis, beyond, "budget", egress_requests=300)
+
+    def ask(number: int, path: str) -> str:
+        url = f"http://127.0.0.1:{beyond.port}/{path}"
+        command = f"curl -sS --noproxy '' -x $http_proxy '{url}'"
+        place = f"/v1/sandboxes/{pair.boxes[number]}/processes"
+        return str(pair.clients[number].post(place, json={"command": command}).json()["stdout"])
+
+    assert "budget_requests" in ask(0, "[1-310]")
+    assert len(beyond.came) == 300
+    # The other one, with a state folder of its own, has heard of it within seconds.
+    eventually(lambda: "budget_requests" in ask(1, ""), "nothing is left there either")
+    assert len(beyond.came) < 450
+    pair.end()
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_project_has_its_connections_once(
     apis: tuple[Serving, Serving], beyond: Beyond, number: signal.Signals

@@ -21,7 +21,7 @@ from ringfence.serving.sharing import Shares
 from ringfence.store.contract import Put, Row
 
 WHO = ("a", "b", "c")
-QUOTA = Quota(connections=5, bandwidth=1_000_003, egress_rate=3.5)
+QUOTA = Quota(connections=5, bandwidth=1_000_003, egress_rate=3.5, egress_requests=10**9)
 WHOLE = {"connections": 5, "out": 1_000_003, "in": 1_000_003, "rate": 3}
 
 
@@ -115,6 +115,8 @@ class Process:
     def __init__(self, world: World, who: str) -> None:
         self.world = world
         self.shared = Shared(lambda: world.now)
+        self.own = [0.0] * 4
+        self.elsewhere = [0.0] * 4
         self.shares = Shares(self, world, who, lambda: world.now)  # type: ignore[arg-type]
 
     def uses(self, name: str) -> int:
@@ -146,15 +148,19 @@ class Process:
         for _ in range(count):
             if self.shared.request() is None:
                 self.world.used += 1
+                self.own[0] += 1
 
     # -- as Doors
 
     async def share_shrink(self, project: str, amounts: Any) -> dict[str, Any]:
         told = self.shared.shrink(amounts)
         self.world.check()
-        return told
+        return told | {"used": list(self.own)}
 
-    async def share_grant(self, project: str, limits: Any, amounts: Any, until: float, gain: float) -> None:
+    async def share_grant(
+        self, project: str, limits: Any, amounts: Any, until: float, gain: float, elsewhere: Any
+    ) -> None:
+        self.elsewhere = elsewhere
         self.shared.grant(limits, amounts, until, gain)
         self.world.pass_(0.0)
 
@@ -228,6 +234,13 @@ def test_the_sum_never_exceeds_the_limit(steps: list[tuple[Any, ...]]) -> None:
             await rounds(world, int(shares.RECLAIM) + 5)
             for name, limit in WHOLE.items():
                 assert sum(one.shared.amount(name) for one in world.processes.values()) == limit, name
+            # And everybody knows what was used, but for what the dead had not said yet. What was said in a
+            # write of which nobody knows whether it happened may count twice.
+            died = any(each[0] == "die" for each in steps)
+            unsure = any(each[0] == "turn" and each[2] == "lost" for each in steps)
+            for process in world.processes.values():
+                known = process.own[0] + process.elsewhere[0]
+                assert (died or known >= world.used) and (unsure or known <= world.used), (known, world.used)
         for process in world.processes.values():
             process.shared.close()
 
@@ -326,3 +339,24 @@ def test_a_rate_begins_with_its_burst_and_passes_on_what_is_left(rate: float) ->
     document, gain = shares.passed_on(document, rate, whole, 0.0, 0.4)
     assert gain == pytest.approx(0.4)
     assert shares.passed_on(document, rate, 0, 0.0, 1e9)[0]["spare"] == shares.burst(rate)
+
+
+async def test_budgets_know_what_others_used() -> None:
+    world = World()
+    await rounds(world, 3)
+    for name, count in (("a", 2), ("b", 1)):
+        world.processes[name].own[0] += count
+    await rounds(world, 2)
+    assert [one.own[0] + one.elsewhere[0] for one in world.processes.values()] == [3, 3, 3]
+    world.processes["a"].own[0] = 0  # another proxy of the same process
+    world.processes["a"].own[0] += 1
+    await rounds(world, 2)
+    world.begin("b")  # what it used stays, by whomever it is taken back
+    await rounds(world, 20)
+    assert [one.own[0] + one.elsewhere[0] for one in world.processes.values()] == [4, 4, 4]
+    await world.processes["a"].leave()
+    await rounds(world, 2, alive="bc")
+    await rounds(world, 2)
+    assert [one.own[0] + one.elsewhere[0] for one in world.processes.values()] == [4, 4, 4]
+    for process in world.processes.values():
+        process.shared.close()
