@@ -139,6 +139,11 @@ def _inside(address: Address, ranges: Iterable[IPv4Network | IPv6Network]) -> bo
     return any(address.version == one.version and address in one for one in ranges)
 
 
+def _only_answers(rules: Iterable[Rule]) -> bool:
+    """Whether no policy says anything about it: what else was answered excludes nothing."""
+    return all(rule.origin == "answer" for rule in rules)
+
+
 def normal_path(target: str) -> tuple[str, str]:
     """Path and query of an origin-form target, the path in one form: what is sent is what was judged.
 
@@ -225,6 +230,7 @@ class Rules:
             about[0],
             f"the rule for {host} port {port} is for {wanted}, and this is {protocol}",
             "a rule with protocol: tcp lets bytes through that are neither HTTP nor TLS",
+            unknown=_only_answers(about),
         )
 
     def tls_mode(self, host: Host, port: int) -> Literal["pass", "inspect"]:
@@ -260,7 +266,8 @@ class Rules:
             reason = f"{path[:200]} is not among {', '.join(closest.source.paths[:5])}"
         else:
             reason = f"the rule for {host} port {port} is for {closest.protocol}, and this is {wanted}"
-        return Decision(False, code, closest, f"{host}: {reason}", _HOW, unknown=code in ("method", "path"))
+        unknown = code in ("method", "path") or _only_answers(about)
+        return Decision(False, code, closest, f"{host}: {reason}", _HOW, unknown=unknown)
 
     def address(self, rule: Rule, host: Host, addresses: Iterable[Address]) -> tuple[list[Address], Decision]:
         """Those addresses at which the rule lets the host be, and the decision (denied if there is none)."""

@@ -26,7 +26,7 @@ _FIELDS = ("host", "port", "protocol", "method", "path")
 def answer_rule(
     host: Host, port: int, protocol: str | None, method: str, path: str, trust: Any, origin: str = "answer"
 ) -> Rule:
-    """The narrowest rule for one destination: exactly this host and port, this method, this path."""
+    """The narrowest rule for one destination: exactly this host and port, protocol, method, path."""
     if protocol not in (None, "http", "tls", "tcp"):
         raise InvalidRequest(f"{protocol!r} is no protocol")
     source = NetworkRule(
@@ -37,6 +37,7 @@ def answer_rule(
         protocol="tcp" if protocol == "tcp" else None,
     )
     rule = Rule(0, source, trust, origin)
+    rule.protocol = protocol  # type: ignore[assignment]  # who said yes to TLS has not said it to what can be read on the way
     if path:  # a star in it is a star
         rule.exact, rule.prefixes = frozenset((path,)), ()
     return rule
