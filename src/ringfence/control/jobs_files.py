@@ -120,11 +120,15 @@ class JobFiles:
         """Remove all that a job has here. Idempotent."""
         shutil.rmtree(self.folder(job), ignore_errors=True)
 
+    def jobs(self) -> list[str]:
+        """Those that have something here."""
+        return [name for name in os.listdir(self._folder) if _JOB.match(name)]
+
     def settled(self) -> Iterator[str]:
-        """Jobs that have had something here for so long that they must be in the store."""
-        for name in os.listdir(self._folder):
+        """Those that have had it for so long that they must be in the store."""
+        for name in self.jobs():
             with contextlib.suppress(FileNotFoundError):
-                if _JOB.match(name) and time.time() - (self._folder / name).stat().st_mtime > _SETTLED:
+                if time.time() - (self._folder / name).stat().st_mtime > _SETTLED:
                     yield name
 
     # -- logs

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import errno
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +28,7 @@ from ringfence.control.jobs import (
     Jobs,
     policy_of,
 )
+from ringfence.control.jobs_contents import Over, fetch, keep
 from ringfence.control.jobs_files import STDERR, STDOUT, JobFiles, Log, usage
 from ringfence.control.jobs_shared import shared_of
 from ringfence.control.principals import Principal
@@ -62,33 +63,17 @@ EVERY: Final = 0.5  # seconds between two looks at the queue
 PROCESS: Final = "job"
 RING: Final = 1024 * 1024
 MOST_LOG: Final = 32 * 1024 * 1024  # bytes of an attempt that are kept
-MOST_OUTPUTS: Final = 1024**3  # bytes of a job that are kept
 COLLECTING: Final = 300.0  # seconds after the deadline in which outputs may be fetched
 MOST_BACKOFF: Final = 600.0
 _LOOK: Final = 500  # waiting jobs that one look takes in
 _CLEANING: Final = 30.0  # seconds after which another removes what a process that died had to remove
 _METER: Final = 128 * 1024
-_FETCH: Final = (
-    'if command -v curl >/dev/null; then exec curl -fsSL --retry 2 -o "$2" "$1"; '
-    'elif command -v wget >/dev/null; then exec wget -q -O "$2" "$1"; '
-    "else exec python3 -c 'import sys,shutil,urllib.request as u;"
-    'shutil.copyfileobj(u.urlopen(sys.argv[1]),open(sys.argv[2],"wb"))\' "$1" "$2"; fi'
-)
 # A start that failed so may go better later; what is not named is the job's own fault.
 _TRANSIENT = (NodeUnavailable, StoreUnavailable, StartFailed, HostLimit, DeadlineExceeded, LinkLost, Conflict)
 
 
 class _TakenOver(Exception):
     """This process was thought dead: the job is another's now."""
-
-
-class _Over(Exception):
-    """The attempt has ended: state that follows (``""``: whatever retries say) and facts."""
-
-    def __init__(self, state: str = "", **facts: Any) -> None:
-        super().__init__(state)
-        self.state = state
-        self.facts = facts
 
 
 class Runner:
@@ -236,19 +221,19 @@ class Runner:
                         await self._destroy(principal, str(earlier["sandbox"]))
                 sandbox = await self._guarded(row, self._sandbox(row, principal))
                 await self._guarded(row, self._work(row, principal, sandbox))
-            except _Over as over:
+            except Over as over:
                 await self._finish(row, principal, over)
             except QuotaExceeded as error:  # no room now: it was no attempt
                 await self._wait(row, float(error.details.get("retry_after") or 2.0))
             except OSError as error:  # our own disk
-                lost = _Over(cause="lost", detail=f"the service could not keep its output: {error.strerror}")
+                lost = Over(cause="lost", detail=f"the service could not keep its output: {error.strerror}")
                 await self._finish(row, principal, lost)
             except _TRANSIENT as error:
                 await self._finish(
-                    row, principal, _Over(cause="lost", detail=error.message, error=error.as_dict())
+                    row, principal, Over(cause="lost", detail=error.message, error=error.as_dict())
                 )
             except RingfenceError as error:
-                refused = _Over(FAILED, cause="refused", detail=error.message, error=error.as_dict())
+                refused = Over(FAILED, cause="refused", detail=error.message, error=error.as_dict())
                 await self._finish(row, principal, refused)
         except (_TakenOver, Conflict, StoreUnavailable) as error:
             log.warning("job %s: %s", row.id, error)  # the next look finds it abandoned
@@ -274,7 +259,7 @@ class Runner:
         while True:
             rest = float(row.document["deadline"]) - self.core.now()
             if rest <= 0:
-                raise _Over(FAILED, cause="deadline", detail="its time was over")
+                raise Over(FAILED, cause="deadline", detail="its time was over")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(rest, 1.0)):
                     await event.wait()
@@ -284,7 +269,7 @@ class Runner:
                 if now.get("actor") != row.document["actor"]:
                     raise _TakenOver(f"another process goes on with job {row.id}")
                 if now.get("cancel"):
-                    raise _Over(CANCELLED, cause="cancelled")
+                    raise Over(CANCELLED, cause="cancelled")
 
     async def _sandbox(self, row: Row, principal: Principal) -> Sandbox:
         spec = row.document["spec"]
@@ -309,9 +294,7 @@ class Runner:
                 raise QuotaExceeded(error.message, hint=error.hint) from None
             raise
         if made.state is not State.RUNNING:
-            raise _Over(
-                cause=made.cause or "lost", detail=made.detail or f"its sandbox is {made.state.value}"
-            )
+            raise Over(cause=made.cause or "lost", detail=made.detail or f"its sandbox is {made.state.value}")
         if row.document["attempts"][-1]["sandbox"] != made.id:
 
             def note(now: Row) -> tuple[Row, str]:
@@ -340,7 +323,7 @@ class Runner:
                         await self._follow(sandbox, process, record)
                         exit = process.exit
                         assert exit is not None
-                        artifacts, missing = await self._outputs(row, link, files)
+                        artifacts, missing = await keep(row, link, files)
                         told: Mapping[str, Any] = {"cause": "exited"}
                         if exit.status:
                             told = await self.core.placement.judge(sandbox.id, exit.status)
@@ -355,13 +338,13 @@ class Runner:
             record.close()
         facts: dict[str, Any] = {"exit_code": exit.status, "artifacts": artifacts, "missing": missing}
         state = "" if exit.status else SUCCEEDED
-        raise _Over(state, cause=str(told["cause"]), detail=str(told.get("detail") or ""), **facts)
+        raise Over(state, cause=str(told["cause"]), detail=str(told.get("detail") or ""), **facts)
 
     async def _check(self, sandbox: Sandbox) -> None:
         """Its sandbox lives, or the attempt is over."""
         now = await self.core.get(sandbox.id)
         if now.final or now.state is State.STOPPING:
-            raise _Over(
+            raise Over(
                 cause=now.cause or "lost", detail=now.detail or "its sandbox ended", exit_code=now.exit_code
             )
 
@@ -380,7 +363,7 @@ class Runner:
         for path, digest in spec["files"].items():
             await link.files.write(path, files.read(row.id, digest), parents=True)
         for each in spec["fetch"]:
-            await self._fetch(link, str(each["url"]), str(each["path"]))
+            await fetch(link, str(each["url"]), str(each["path"]))
         command = ProcessSpec(tuple(spec["argv"]), cwd=spec["cwd"], id=PROCESS, ring=RING, window=RING // 4)
         try:
             return await link.start(command)
@@ -388,18 +371,6 @@ class Runner:
             raise InvalidRequest(
                 f"the command can't start: {error.message}", hint="see the template"
             ) from None
-
-    async def _fetch(self, link: GuestLink, url: str, path: str) -> None:
-        said = bytearray()
-        with contextlib.suppress(GuestRefused):
-            await link.files.mkdir(path.rpartition("/")[0] or ".", parents=True)
-        async with await link.start(ProcessSpec(("sh", "-c", _FETCH, "sh", url, path))) as process:
-            async for piece in process:
-                said += piece.data[: 2000 - len(said)]
-            exit = await process.wait()
-        if exit.status:
-            text = bytes(said).decode("utf-8", "replace").strip()
-            raise _Over(cause="input", detail=f"{url} can't be fetched: {text or f'exit code {exit.status}'}")
 
     async def _follow(self, sandbox: Sandbox, process: GuestProcess, record: Log) -> None:
         untold = 0
@@ -414,34 +385,9 @@ class Runner:
         if untold:
             await self.core.placement.spent(sandbox.id, untold)
 
-    async def _outputs(
-        self, row: Row, link: GuestLink, files: JobFiles
-    ) -> tuple[list[Mapping[str, Any]], list[str]]:
-        """Keep what was asked for; what is not there is named."""
-        kept: list[Mapping[str, Any]] = []
-        missing: list[str] = []
-        room = MOST_OUTPUTS
-        for path in row.document["spec"]["outputs"]:
-            name = path.strip("/")
-            try:
-                info = await link.files.stat(path)
-                folder = info.type == "directory"
-                source: AsyncIterator[bytes] = link.files.tar_out(path) if folder else link.files.read(path)
-                digest, size = await files.keep(row.id, source, room)
-            except GuestRefused:
-                missing.append(path)
-                continue
-            except QuotaExceeded as error:
-                raise _Over(FAILED, cause="outputs", detail=error.message, error=error.as_dict()) from None
-            room -= size
-            kept.append(
-                {"name": name + ".tar" if folder else name, "path": path, "size": size, "sha256": digest}
-            )
-        return kept, missing
-
     # -- the end of an attempt
 
-    async def _finish(self, row: Row, principal: Principal, over: _Over) -> None:
+    async def _finish(self, row: Row, principal: Principal, over: Over) -> None:
         """Write how it ended, then remove its sandbox."""
         files = self.jobs.files
         assert files is not None
