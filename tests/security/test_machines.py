@@ -1,4 +1,7 @@
-"""Attacks behind a virtual machine's wall, one after the other in one machine."""
+"""Attacks behind a virtual machine's wall, one after the other in one machine.
+
+A whole system (``qemu``) boots for minutes: ``--ringfence-runtime=qemu`` runs them there.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,17 @@ def machine_state(attack_state: Path) -> Path:
     return attack_state
 
 
-@pytest.mark.timeout(900)
-async def test_attacks_in_one_machine(machine_state: Path, stage: Stage) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``machine``: the runtimes under attack."""
+    if "machine" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--ringfence-runtime") or ["qemu-microvm"]
+        metafunc.parametrize("machine", [name for name in ("qemu-microvm", "qemu") if name in names])
+
+
+@pytest.mark.timeout(1800)
+async def test_attacks_in_one_machine(machine: str, machine_state: Path, stage: Stage) -> None:
     async with await Node.open(machine_state) as node:
-        sandbox = await node.create(request_for("qemu-microvm"))
+        sandbox = await node.create(request_for(machine))
         outcomes = {}
         for name in MACHINES:
             outcomes[name], good = await attack_inside(sandbox, ATTACKS[name], stage)
