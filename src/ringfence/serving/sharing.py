@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 KIND = "egress_shares"
 _TRIES = 8  # of others who write the same row
 _CLOSING = 8.0  # seconds
+_AT_ONCE = 8  # projects that are looked after
 _log = logging.getLogger("ringfence.serving")
 Amounts = dict[str, int]
 
@@ -49,6 +50,8 @@ class Shares:
         self._counted: dict[str, list[float]] = {}
         self._written: dict[str, float] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._turning: dict[str, asyncio.Task[None]] = {}
 
     async def cover(self, project: str, quota: Quota) -> None:
         """A door of this project is opened, or its quota has changed.
@@ -67,19 +70,32 @@ class Shares:
         await self.turn(project, {})
 
     async def look(self, used: Callable[[], set[str]]) -> None:
-        """Divide anew. ``used``: the projects that have a door here, or get one."""
-        for project in list(self._limits):
-            if project not in used():
-                with contextlib.suppress(RingfenceError):
-                    await self.leave(project, unless=used)
+        """Divide anew. ``used``: the projects that have a door here, or get one. A project whose row stands
+        still (somebody else's transaction holds it) keeps no other from its share.
+        """
         if not self._limits:
             return
         wants = await self._doors.share_wants()
-        for project in list(self._limits):
-            try:
-                await self.turn(project, wants.get(project, {}))
-            except RingfenceError as error:
-                _log.warning("shares of project %s: %s", project, error.message)
+        idle = [project for project in self._limits if project not in self._turning]
+        await asyncio.gather(*(self._tend(project, wants.get(project, {}), used) for project in idle))
+
+    async def _tend(self, project: str, wants: Mapping[str, int], used: Callable[[], set[str]]) -> None:
+        from ringfence.egress.shares import EVERY
+
+        async with self._slots:
+            task = asyncio.get_running_loop().create_task(self._looked(project, wants, used))
+            self._turning[project] = task
+            task.add_done_callback(lambda _: self._turning.pop(project, None))
+            await asyncio.wait({task}, timeout=EVERY)
+
+    async def _looked(self, project: str, wants: Mapping[str, int], used: Callable[[], set[str]]) -> None:
+        try:
+            if project in used():
+                await self.turn(project, wants)
+            else:
+                await self.leave(project, unless=used)
+        except RingfenceError as error:
+            _log.warning("shares of project %s: %s", project, error.message)
 
     async def turn(self, project: str, wants: Mapping[str, int]) -> None:
         """Take and give so that everybody has a fair part."""
@@ -239,6 +255,10 @@ class Shares:
 
     async def close(self) -> None:
         """Give everything back, if that goes quickly: else it comes back by itself."""
+        turning = list(self._turning.values())
+        for task in turning:
+            task.cancel()
+        await asyncio.gather(*turning, return_exceptions=True)
         with contextlib.suppress(TimeoutError, RingfenceError):
             async with asyncio.timeout(_CLOSING):
                 for project in list(self._limits):
