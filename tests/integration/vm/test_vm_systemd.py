@@ -61,10 +61,11 @@ def with_units(source: Path, target: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def systemd_state(request: pytest.FixtureRequest, vm_state: Path) -> Iterator[Path]:
+def systemd_state(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A state root whose template has systemd."""
     if "qemu" not in request.config.getoption("--ringfence-runtime"):
         pytest.skip(f"{LISTED}a whole system boots for minutes: --ringfence-runtime=qemu runs it")
+    request.getfixturevalue("vm_state")  # which skips where there can be no machine
     with tempfile.TemporaryDirectory(prefix="rf-vm-", ignore_cleanup_errors=True) as state:
         Path(state).chmod(0o711)
         archive = Path(state, "system.tar")
