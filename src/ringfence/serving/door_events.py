@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ringfence.model.errors import RingfenceError
 
 if TYPE_CHECKING:
+    from ringfence.control.records import Sandbox
     from ringfence.control.service import Control
     from ringfence.egress.client import Doors
 
@@ -37,6 +38,7 @@ class DoorEvents:
         self._keep = keep
         self._doors = doors
         self._control = control
+        self._pausing: set[str] = set()
         self._levels: dict[str, tuple[float, float]] = {}  # what a sandbox may have written down, and when
 
     async def run(self) -> None:
@@ -59,8 +61,18 @@ class DoorEvents:
             if "id" in event:
                 data["question"] = event["id"]
             await core.commit(core.event(name, sandbox.id, sandbox.project, **data))
-        if event.get("pause"):
-            await core.whole(self._control.powers.pause(sandbox))
+        # What is inside may have its pause take long: others' events don't wait for it.
+        if event.get("pause") and sandbox.id not in self._pausing:
+            self._pausing.add(sandbox.id)
+            core.task(self._pause(sandbox))
+
+    async def _pause(self, sandbox: Sandbox) -> None:
+        try:
+            await self._control.powers.pause(sandbox)
+        except RingfenceError as error:
+            _log.warning("the pause of %s: %s", sandbox.id, error.message)
+        finally:
+            self._pausing.discard(sandbox.id)
 
     def _few(self, sandbox: str) -> bool:
         """Whether one more may be written down: code inside decides how many there are."""
