@@ -38,7 +38,8 @@ class Asking:
         """Ask for a path; returns the command's place."""
         self._count += 1
         url = f"http://127.0.0.1:{self.web.port}{path}"
-        line = "curl -sS -m 300 --path-as-is --retry 60 --retry-delay 1 --retry-connrefused "
+        # A proxy that is about to go may take a connection and never answer.
+        line = "curl -sS -m 300 --path-as-is --retry 90 --retry-delay 1 --retry-all-errors "
         line += f"--noproxy '' -x $http_proxy '{url}' -o /dev/null -w '%{{http_code}}'"
         body: dict[str, Any] = {"argv": ["sh", "-c", line], "id": f"c{self._count}"}
         body |= {"wait": False, "detached": True}
