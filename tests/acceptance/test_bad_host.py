@@ -41,6 +41,18 @@ def test_a_full_disk(ringfence):
 
 
 @root_only
+@pytest.mark.parametrize(
+    "arguments",
+    [("version",), ("version", "--json"), ("template", "ls"), ("template", "show", "--json", "none")],
+)
+def test_a_full_disk_under_our_own_output(ringfence, arguments):
+    with open("/dev/full", "wb") as full:
+        done = ringfence(*arguments, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 125
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.startswith(b"ringfence: ")
+
+
 def test_cgroups_that_can_not_be_written_are_polled_and_said_to_be(ringfence):
     script = "for m in $(awk '$3 ~ /^cgroup/ {print $2}' /proc/mounts); do mount -o remount,bind,ro $m; done"
     memory = ("--memory", "64M", "--", "python3", "-c", "x=bytearray(10**9)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
+import time
 
 import pytest
 
@@ -98,3 +100,18 @@ def test_bench_of_webassembly(ringfence):
     (promise,) = done["promises"]
     assert promise["what"] == "wasm: call of an exported function, p50"
     assert promise["measured"] > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_probe_that_is_ended_leaves_nothing_and_says_nothing(ringfence, tmp_path, number):
+    """Also to the whole group, as a terminal does it: the canary process has nothing to say either."""
+    env = ringfence.env | {"TMPDIR": str(tmp_path)}
+    running = ringfence.start("probe", "--runtime", "jail", env=env, start_new_session=True)
+    end = time.monotonic() + 120
+    while not list(tmp_path.glob("ringfence-probe-*")) and time.monotonic() < end:
+        assert running.poll() is None
+        time.sleep(0.001)
+    os.killpg(running.pid, number)
+    _, err = running.communicate(timeout=120)
+    assert (running.returncode, err) == (128 + number, b"")
+    assert list(tmp_path.glob("ringfence-*")) == []

@@ -118,6 +118,13 @@ def test_an_interrupt_goes_to_the_command(ringfence: Ringfence, box: str) -> Non
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=120)
     assert (running.returncode, out) == (9, b"caught\n")
+    ended = ringfence.start("sandbox", "exec", box, "--", "sh", "-c", "echo ready; exec sleep 600")
+    assert ended.stdout is not None
+    assert ended.stdout.readline() == b"ready\n"
+    ended.send_signal(signal.SIGTERM)
+    _, err = ended.communicate(timeout=120)
+    assert ended.returncode == 143
+    assert b"is gone" not in err  # it is not
     assert ringfence("sandbox", "exec", box, "--", "echo", "alive").stdout == b"alive\n"
 
 

@@ -379,7 +379,10 @@ def secret_of(headers: dict[str, str]) -> str:
             return secret.strip()
     elif secret := headers.get("x-api-key", ""):
         return secret
-    raise NotAuthenticated("no key", hint="send the header Authorization: Bearer KEY")
+    raise NotAuthenticated(
+        "no key",
+        hint="send the header Authorization: Bearer KEY; `ringfence login` or RINGFENCE_API_KEY does it",
+    )
 
 
 def _request_id(scope: Scope) -> str:

@@ -62,6 +62,7 @@ class Canaries:
             executable=os.path.realpath(sys.executable),
             stdin=subprocess.PIPE,
             env={},
+            start_new_session=True,  # a Ctrl-C is for us: it would print a traceback
         )
         self._wait_for_name()
         self._listen("tcp", socket.AF_INET, ("127.0.0.1", 0))

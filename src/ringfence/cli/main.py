@@ -77,10 +77,37 @@ def _let_interrupts_end_us() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+_came: list[int] | None = None  # signals that ended us; None: we are not a process of our own
+
+
+def _end_as_interrupted() -> None:
+    """SIGTERM (of `timeout`, say) and SIGHUP (the terminal was closed) take down what was begun, as Ctrl-C
+    does: without a handler they would leave it. Commands with handlers of their own put them over these.
+    """
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return  # who started us ignores it: then these end us at once
+
+    def end(number: int, _: object) -> None:
+        assert _came is not None
+        _came.append(number)
+        if len(_came) > 2:  # twice was not enough
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        signal.raise_signal(signal.SIGINT)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, end)
+
+
 def entry() -> NoReturn:
     """The console script. Leaves without the interpreter's tear-down, which costs as much as a sandbox."""
     if sys.argv[1:2] == ["run"]:
         _let_interrupts_end_us()
+    global _came
+    _came = []
     for descriptor in (0, 1, 2):
         # Started with a standard stream closed (`<&-`): its number would go to the next socket we open, and
         # what is meant for a user would be written there.
@@ -98,12 +125,16 @@ def entry() -> NoReturn:
         if getattr(stream, "errors", "") == "strict":
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     code = main(sys.argv[1:])
+    if _came and code == 130:
+        code = 128 + _came[0]
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
     except (BrokenPipeError, ValueError):
         code = code or 141
+    except OSError as error:  # the disk that stdout goes to is full
+        code = code or _report(error, as_json=False)
     os._exit(code)
 
 
@@ -123,6 +154,8 @@ def _dispatch(arguments: list[str]) -> int:
     parser = Parser(prog="ringfence " + name)
     module.configure(parser)
     options = parser.parse_command_line(arguments[1:])
+    if _came is not None and name != "run":  # which has its own; nothing was begun so far
+        _end_as_interrupted()
     code: int = module.main(options)
     return code
 
@@ -166,7 +199,13 @@ def _report(error: Exception, as_json: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
+    from contextlib import suppress
+
     from ringfence.cli.output import print_error
 
-    print_error(error, as_json=as_json)
+    try:
+        print_error(error, as_json=as_json)
+    except OSError:  # nothing can be written to stdout, which may be the very error
+        with suppress(OSError):
+            print_error(error, as_json=False)
     return getattr(error, "exit_code", FAILED)

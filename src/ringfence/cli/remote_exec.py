@@ -74,7 +74,7 @@ class Exec:
         except asyncio.CancelledError:
             if not self.signals.ending:
                 raise
-            raise Interrupted(self.signals.ending) from None
+            raise Interrupted(self.signals.ending, "the command was ended, the sandbox lives on") from None
         finally:
             for errand in list(self._errands):
                 errand.cancel()

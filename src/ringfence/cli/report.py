@@ -46,12 +46,14 @@ class CommandRefused(RingfenceError):
 
 
 class Interrupted(RingfenceError):
-    """A signal ended us when there was no command to pass it to. ``exit_code`` is what a shell shows."""
+    """A signal ended us when there was no command to pass it to. ``exit_code`` is what a shell shows;
+    ``left``: what became of what we had begun.
+    """
 
     code = "interrupted"
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}; the sandbox is gone")
+    def __init__(self, number: int, left: str = "the sandbox is gone") -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}; {left}")
         self.exit_code = 128 + number
 
 

@@ -315,4 +315,4 @@ async def _with_node(work: Any) -> Any:
     except asyncio.CancelledError:
         if not ending:
             raise
-        raise Interrupted(ending) from None
+        raise Interrupted(ending, "nothing of the build is left") from None
