@@ -67,8 +67,14 @@ class Built:
         told = [line for line in lines if line.startswith(("E:", "W:", "Err:"))] or lines[-3:]
         raise HostLimit(
             f"mmdebstrap could not make {self._suite}: {'; '.join(told[-3:]) or 'it does not say why'}",
-            hint="see if the suite exists and the mirror can be reached: --mirror URL names another",
+            hint=_remedy(told),
         )
+
+
+def _remedy(told: list[str]) -> str:
+    if any("/etc/subuid" in line for line in told):
+        return "give this user ids in /etc/subuid and /etc/subgid (usermod --add-subuids), or do it as root"
+    return "see if the suite exists and the mirror can be reached: --mirror URL names another"
 
 
 @contextlib.contextmanager

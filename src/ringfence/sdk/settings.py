@@ -114,7 +114,8 @@ def check(settings: Settings) -> Settings:
     if parts.scheme == "http" and settings.key and not (local or settings.insecure):
         raise InvalidRequest(
             f"the key would go to {parts.hostname} unencrypted",
-            hint="use https; or, in a network that you trust, RINGFENCE_INSECURE=1",
+            hint="use https; or, in a network that you trust, RINGFENCE_INSECURE=1 or "
+            "`ringfence login --insecure`",
         )
     return settings
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.images import collecting, debian
+from ringfence.images import collecting, debian, importing
 from ringfence.images.store import TemplateStore
+from ringfence.model.errors import HostLimit
 from support import images
 
 
@@ -121,6 +122,27 @@ def test_debian_ends_with_who_is_making_it(open_folder: Path, monkeypatch: pytes
         assert (len(found.removed), found.failures) == (1, ())
         assert list(work.iterdir()) == [living]
     assert list(work.iterdir()) == []
+
+
+def test_who_has_no_subordinate_ids_is_told_so(
+    store: TemplateStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images.need("mmdebstrap")
+    if os.geteuid():
+        pytest.skip("root becomes a user without any")
+    program = tmp_path / "bin/mmdebstrap"
+    program.parent.mkdir()
+    drop = "setpriv --reuid=54321 --regid=54321 --clear-groups"
+    as_user = (
+        'for word; do shift; [ "$word" = --mode=root ] && word=--mode=unshare; set -- "$@" "$word"; done'
+    )
+    program.write_text(f'#!/bin/sh\n{as_user}\nexec {drop} {shutil.which("mmdebstrap")} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    with pytest.raises(HostLimit, match="/etc/subuid") as caught:
+        importing.add(store, "debian:bookworm")
+    assert "--add-subuids" in caught.value.hint
+    assert "mirror" not in caught.value.hint
 
 
 def test_what_others_have_in_tmp_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
