@@ -100,14 +100,15 @@ def _rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for each in sorted(found["sandboxes"], key=lambda one: -(one["usage"].get("cpu_seconds") or 0)):
         usage, left = each["usage"], (each["deadline"] or 0) - found["at"]
-        memory = usage.get("memory")
+        memory = int(usage.get("memory") or 0)
+        unit = 20 if memory >= 1 << 20 else 10  # whole MiB, or KiB where there is not one
         rows.append(
             (
                 each["id"], safe(each["name"]), each["state"], each["runtime"],
                 format_duration(int(each["age"])),
                 format_duration(max(0, int(left))) if each["deadline"] else "",
                 f"{usage['cpu_seconds']:.1f}" if usage.get("cpu_seconds") is not None else "",
-                format_size(int(memory) >> 20 << 20) if memory else "",
+                format_size(memory >> unit << unit) if memory else "",
                 usage.get("processes", "") if usage.get("processes") is not None else "",
             )
         )  # fmt: skip

@@ -183,8 +183,12 @@ class Volumes:
                 Add(_counter(row.id), 2 * WRITER, 2 * WRITER),  # nobody else, from here on
                 self._told(row, "removing"),
             )
-        except QuotaExceeded as error:
-            raise explained(error) from None
+        except QuotaExceeded:
+            raise WrongState(
+                f"volume {row.key} is attached to a sandbox",
+                hint="end the sandboxes that have it first; `ringfence sandbox ls` shows them",
+                volume=row.id,
+            ) from None
         await core.whole(self._remove(row))
 
     async def _remove(self, row: Row) -> None:

@@ -59,7 +59,9 @@ def test_one_writes_or_many_read(service: Serving) -> None:
     body = {"runtime": "jail", "volumes": [{"volume": "shared", "path": "/data", "read_only": False}]}
     refused = http.post("/v1/sandboxes", json=body)
     assert refused.status_code == 409 and "in use" in refused.json()["error"]["message"], refused.text
-    assert http.delete("/v1/volumes/shared").status_code == 409
+    refused = http.delete("/v1/volumes/shared")
+    assert refused.status_code == 409
+    assert "volume shared is attached to a sandbox" in refused.json()["error"]["message"]
     _end(service, *readers)
     writer = _attach(service, "shared")
     for read_only in (True, False):
