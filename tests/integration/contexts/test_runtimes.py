@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -10,29 +11,34 @@ import pytest
 from ringfence.conformance import templates
 from ringfence.conformance.harness import request_for
 from ringfence.guest.contexts import Contexts
-from ringfence.model.errors import RuntimeUnavailable, Unsupported
+from ringfence.model.errors import HostLimit, RuntimeUnavailable, Unsupported
 from ringfence.model.policy import MIB
+from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.service import Node
 from support.leaks import Leaks
 
 RUNTIMES = ("bubblewrap", "nsjail", "runc", "gvisor", "qemu-microvm")
 
 
-async def _usable(node: Node, name: str) -> None:
+async def _started(node: Node, name: str) -> NodeSandbox:
     try:
         runtime = await node.runtime(name)
         if not runtime.capabilities().host_template:
             await asyncio.to_thread(templates.ensure, node.state.path)
+        return await node.create(request_for(name, memory=512 * MIB, disk=64 * MIB, timeout=1200))
     except RuntimeUnavailable as error:
         pytest.skip(f"{name} is not usable here: {error.message}")
+    except (HostLimit, Unsupported) as error:
+        if os.geteuid() == 0:
+            raise
+        pytest.skip(f"{name} is not for this user: {error.message}")
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_contexts_on(runtime: str, no_leaks: Leaks) -> None:
     node = await Node.open(Path(no_leaks.home))
     try:
-        await _usable(node, runtime)
-        sandbox = await node.create(request_for(runtime, memory=512 * MIB, disk=64 * MIB, timeout=1200))
+        sandbox = await _started(node, runtime)
         async with await sandbox.new_link() as link:
             contexts = Contexts(link)
             await contexts.create(id="a", timeout=200)
