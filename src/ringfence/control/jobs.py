@@ -450,7 +450,11 @@ class Jobs:
             await asyncio.to_thread(self.files.remove, row.id)
 
     async def tidy(self) -> None:
-        """Look at one folder, another with each call. It goes if another machine has forgotten its job."""
+        """Look at one folder, another with each call. It goes if another machine has forgotten its job: where
+        no other shares the store, nobody else forgets one.
+        """
+        if self.shared is None:
+            return
         files = self._files()
         name = next(self._settled, "")
         if not name:

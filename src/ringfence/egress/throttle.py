@@ -50,11 +50,5 @@ class Buckets:
 
     async def take(self, count: int) -> None:
         """Return when ``count`` bytes may pass all of them."""
-        wait = max(
-            (bucket.debt(count) for bucket in self._buckets if isinstance(bucket, Bucket)), default=0.0
-        )
-        if wait > 0:
-            await asyncio.sleep(wait)
-        for bucket in self._buckets:  # those that were filled meanwhile
-            if not isinstance(bucket, Bucket):
-                await bucket.take(count)
+        # All at the same time: one after the other would fill none beyond its burst meanwhile.
+        await asyncio.gather(*(bucket.take(count) for bucket in self._buckets))

@@ -264,11 +264,9 @@ def _spread(path: Path) -> None:
     """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        flags = bytearray(4)
-        fcntl.ioctl(folder, _FS_IOC_GETFLAGS, flags)
-        wanted = int.from_bytes(flags, sys.byteorder) | _FS_TOPDIR_FL
-        if wanted != int.from_bytes(flags, sys.byteorder):
-            fcntl.ioctl(folder, _FS_IOC_SETFLAGS, wanted.to_bytes(4, sys.byteorder))
+        flags = int.from_bytes(fcntl.ioctl(folder, _FS_IOC_GETFLAGS, bytes(4)), sys.byteorder)
+        if not flags & _FS_TOPDIR_FL:
+            fcntl.ioctl(folder, _FS_IOC_SETFLAGS, (flags | _FS_TOPDIR_FL).to_bytes(4, sys.byteorder))
     except OSError:
         pass
     finally:

@@ -131,16 +131,12 @@ class Shares:
             alone = holders.keys() == {self._me}
             used = self._used(project, mine, kept["used"]) if shares.BUDGET in limits else None
             same = have == had and (alone or (dict(wants), used) == (mine.get("want"), mine.get("used")))
-            until = self._written.get(project, now) + shares.VALID
-            if (
-                same
-                and kept["given"]
-                and not dead
-                and back < 1e-6
-                and now < until - shares.VALID + shares.BEAT
-            ):
+            # Not written by us since it was covered: others may be about to take for dead what stands there.
+            written = self._written.get(project)
+            fresh = written is not None and now < written + shares.BEAT
+            if written is not None and fresh and same and kept["given"] and not dead and back < 1e-6:
                 if not alone:  # what others have used is news all the same
-                    told = self._elsewhere(document, used, kept["used"])
+                    told, until = self._elsewhere(document, used, kept["used"]), written + shares.VALID
                     await self._doors.share_grant(project, limits, goal, until, 0.0, told)
                 return
             beat = self._beat = self._beat + 1

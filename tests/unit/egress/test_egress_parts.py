@@ -221,12 +221,12 @@ def test_bytes_wait_for_the_slowest_of_what_they_share(monkeypatch: pytest.Monke
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(throttle, "asyncio", SimpleNamespace(sleep=sleep))
-    asyncio.run(both.take(11_500))  # 1,500 at once
-    assert slept == [pytest.approx(1.0)]
+    monkeypatch.setattr(throttle, "asyncio", SimpleNamespace(sleep=sleep, gather=asyncio.gather))
+    asyncio.run(both.take(11_500))  # 1,500 of the shared one at once, 5,000 of the own
+    assert slept == [pytest.approx(0.065), pytest.approx(1.0)]  # at the same time
     assert other.debt(5_000) == 0  # another one that shares nothing
     asyncio.run(throttle.Buckets([other, shared]).take(10_000))
-    assert slept[1:] == [pytest.approx(2.0)]  # behind what the first has taken
+    assert slept[2:] == [pytest.approx(0.1), pytest.approx(2.0)]  # behind what the first has taken
 
 
 # -- learning

@@ -360,3 +360,25 @@ async def test_budgets_know_what_others_used() -> None:
     assert [one.own[0] + one.elsewhere[0] for one in world.processes.values()] == [4, 4, 4]
     for process in world.processes.values():
         process.shared.close()
+
+
+async def test_a_share_that_was_left_while_connections_end_is_had_again() -> None:
+    world = World()
+    process = world.processes["a"]
+
+    async def drop(project: str, *, cut: bool) -> dict[str, Any]:
+        process.shared.shrink({})
+        return {"open": 1, "level": 0.0}  # one takes its time: what the store says stays
+
+    await process.turn()
+    assert process.shared.amount("connections") == WHOLE["connections"]
+    with mock.patch.object(process, "share_drop", drop):
+        await process.leave()
+    assert process.shared.amount("connections") == 0
+    before = world.rows["p"].document["holders"]
+    world.pass_(shares.RECLAIM - 1)
+    await process.turn()
+    assert process.shared.amount("connections") == WHOLE["connections"]
+    after = world.rows["p"].document["holders"]
+    assert after.keys() == before.keys() and after != before, "others would take it for dead"
+    process.shared.close()
