@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from support.apis import another
 from support.postgres import postgres
 from support.serving import Serving, eventually, serving
 
@@ -266,11 +266,7 @@ def _certificate(folder: Path) -> tuple[Path, Path]:
 
 def test_two_apis_on_one_postgresql_survive_each_other(postgres: Any) -> None:
     store = postgres.fresh()
-    with serving("--no-egress", store=store) as first, contextlib.ExitStack() as stack:
-        second = Serving("--no-egress", "--node", str(first.node_socket), store=store)
-        stack.callback(second.remove)
-        second.key = first.key
-        second.start()
+    with serving("--no-egress", store=store) as first, another(first, "--no-egress") as second:
         box = first.sandbox()["id"]
         assert second.run(box, "echo by the other")["stdout"] == "by the other\n"
         made = second.sandbox()["id"]

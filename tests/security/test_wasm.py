@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.conformance.harness import Kit, gone, nothing_left, python, run
+from ringfence.conformance.harness import Kit, gone, opened, python, run
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import InvalidRequest
 from ringfence.model.levels import Cause
-from ringfence.node.service import Node
 from ringfence.runtimes.wasm import cache, packages
 from security.stage import Stage
 from support.modules import wasm
@@ -42,17 +41,8 @@ async def kit() -> AsyncIterator[Kit]:
     with tempfile.TemporaryDirectory(prefix="rf-wasm-", ignore_cleanup_errors=True) as folder:
         state = Path(folder)
         state.chmod(0o711)
-        node = await Node.open(state)
-        try:
-            made = Kit(state, node, await node.runtime("wasm"))
-            await made.runtime.driver.prepare(str(state / "sandboxes" / "none"))  # type: ignore[attr-defined]
-            try:
-                yield made
-            finally:
-                await made.close()
-        finally:
-            await node.close()
-        await nothing_left(state, made.ids)
+        async with opened(state, "wasm") as made:
+            yield made
 
 
 async def test_files_of_the_host(kit: Kit, stage: Stage) -> None:

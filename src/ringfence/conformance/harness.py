@@ -268,29 +268,39 @@ async def nothing_left(state: Path, ids: Iterable[str], seconds: float = 60.0) -
         await asyncio.sleep(0.01)
 
 
+@contextlib.asynccontextmanager
+async def opened(state: Path, runtime: str, seconds: float = 60.0) -> AsyncIterator[Kit]:
+    """A node of this state root with that runtime; afterwards nothing of its sandboxes may be left.
+
+    ``seconds``: for what is left to go away.
+    """
+    node = await Node.open(state)
+    try:
+        made = Kit(state, node, await node.runtime(runtime))
+        # What a driver makes once a machine (compiled interpreters) is not what the tests are about.
+        prepare = getattr(getattr(made.runtime, "driver", None), "prepare", None)
+        if prepare is not None:
+            await prepare(str(state / "sandboxes" / "none"))
+        try:
+            yield made
+        finally:
+            await made.close()
+    finally:
+        await node.close()
+    # Cgroups are named after the sandbox, or after the node that uses them again and again.
+    await nothing_left(state, {*made.ids, node.state.owner}, seconds)
+
+
 class RuntimeSuite:
     """Base of the suites. Subclass a suite, or choose a runtime with ``--ringfence-runtime``."""
 
     @pytest_asyncio.fixture
     async def kit(self, ringfence_runtime: str, ringfence_state: Path) -> AsyncIterator[Kit]:
         """A node on the runtime under test; afterwards nothing of its sandboxes may be left."""
-        node = await Node.open(ringfence_state)
-        try:
-            made = Kit(ringfence_state, node, await node.runtime(ringfence_runtime))
-            # What a driver makes once a machine (compiled interpreters) is not what the tests are about.
+        async with opened(ringfence_state, ringfence_runtime) as made:
             if not made.capabilities.host_template:
                 await asyncio.to_thread(templates.ensure, ringfence_state)
-            prepare = getattr(getattr(made.runtime, "driver", None), "prepare", None)
-            if prepare is not None:
-                await prepare(str(ringfence_state / "sandboxes" / "none"))
-            try:
-                yield made
-            finally:
-                await made.close()
-        finally:
-            await node.close()
-        # Cgroups are named after the sandbox, or after the node that uses them again and again.
-        await nothing_left(ringfence_state, {*made.ids, node.state.owner})
+            yield made
 
     @pytest.fixture
     def caller(self) -> str:

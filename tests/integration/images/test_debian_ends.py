@@ -48,11 +48,7 @@ def test_debian_that_is_left_in_the_middle_is_taken_down_at_once(
     began = tmp_path / "began"
     # A step of its own that takes for ever, in the middle of its work.
     hook = f"--setup-hook=touch {began}; exec sleep 7654"
-    program = tmp_path / "bin/mmdebstrap"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shutil.which("mmdebstrap")} "{hook}" "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", _first(tmp_path, f'exec {shutil.which("mmdebstrap")} "{hook}" "$@"'))
     with debian.build("bookworm") as built:
         group = built._process.pid
         deadline = time.monotonic() + 60
@@ -75,17 +71,13 @@ def test_debian_ends_with_who_is_making_it(open_folder: Path, monkeypatch: pytes
     work.mkdir(mode=0o755)
     began = tmp_path / "began"
     hook = f"--setup-hook=touch {began}; exec sleep 7655"
-    program = tmp_path / "bin/mmdebstrap"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shutil.which("mmdebstrap")} "{hook}" "$@"\n')
-    program.chmod(0o755)
+    path = _first(tmp_path, f'exec {shutil.which("mmdebstrap")} "{hook}" "$@"')
     code = (
         "from ringfence.images import debian\n"
         "with debian.build('bookworm') as built:\n"
         "    print(built._process.pid, flush=True)\n"
         "    built.read(1)\n"
     )
-    path = f"{program.parent}:{os.environ['PATH']}"
     maker = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -130,15 +122,12 @@ def test_who_has_no_subordinate_ids_is_told_so(
     images.need("mmdebstrap")
     if os.geteuid():
         pytest.skip("root becomes a user without any")
-    program = tmp_path / "bin/mmdebstrap"
-    program.parent.mkdir()
     drop = "setpriv --reuid=54321 --regid=54321 --clear-groups"
     as_user = (
         'for word; do shift; [ "$word" = --mode=root ] && word=--mode=unshare; set -- "$@" "$word"; done'
     )
-    program.write_text(f'#!/bin/sh\n{as_user}\nexec {drop} {shutil.which("mmdebstrap")} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    line = f'{as_user}\nexec {drop} {shutil.which("mmdebstrap")} "$@"'
+    monkeypatch.setenv("PATH", _first(tmp_path, line))
     with pytest.raises(HostLimit, match="/etc/subuid") as caught:
         importing.add(store, "debian:bookworm")
     assert "--add-subuids" in caught.value.hint
@@ -183,6 +172,15 @@ def test_what_is_mounted_in_a_leftover_is_let_alone(tmp_path: Path, monkeypatch:
         assert collecting.collect(store, tuple).failures == ()
     assert not shown.exists()
     assert (host / "a device").exists()
+
+
+def _first(folder: Path, script: str) -> str:
+    """A PATH in which mmdebstrap is this shell script."""
+    program = folder / "bin/mmdebstrap"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return f"{program.parent}:{os.environ['PATH']}"
 
 
 def _sleeps(seconds: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import signal
@@ -12,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.apis import another
 from support.postgres import PostgresServer, postgres
 from support.serving import Serving, eventually, needs_root_or_users, serving
 
@@ -40,11 +40,7 @@ class Pair:
 def pair(postgres: PostgresServer) -> Iterator[Pair]:
     needs_root_or_users()
     store = postgres.fresh()
-    with serving("--no-egress", store=store) as first, contextlib.ExitStack() as stack:
-        second = Serving("--no-egress", "--node", str(first.node_socket), store=store)
-        stack.callback(second.remove)
-        second.key = first.key
-        second.start()
+    with serving("--no-egress", store=store) as first, another(first, "--no-egress") as second:
         yield Pair(first, second, store)
 
 

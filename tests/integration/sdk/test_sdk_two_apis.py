@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from ringfence import AsyncSandbox, AsyncService
+from support.apis import another
 from support.cutting import relay
 from support.postgres import PostgresServer, postgres
 from support.sdk_halves import SMALL
@@ -26,11 +27,7 @@ MIB = 1024 * 1024
 def pair(postgres: PostgresServer) -> Iterator[tuple[Serving, Serving]]:
     needs_root_or_users()
     store = postgres.fresh()
-    with serving("--no-egress", store=store) as first, contextlib.ExitStack() as stack:
-        second = Serving("--no-egress", "--node", str(first.node_socket), store=store)
-        stack.callback(second.remove)
-        second.key = first.key
-        second.start()
+    with serving("--no-egress", store=store) as first, another(first, "--no-egress") as second:
         yield first, second
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from ringfence.conformance import templates
-from ringfence.conformance.harness import Kit, nothing_left
+from ringfence.conformance.harness import Kit, opened
 from ringfence.model.errors import RingfenceError
-from ringfence.node.service import Node
 from ringfence.runtimes.vm import kernel
 
 
@@ -37,13 +36,5 @@ def vm_state() -> Iterator[Path]:
 @pytest.fixture
 async def kit(vm_state: Path) -> AsyncIterator[Kit]:
     """Sandboxes on qemu-microvm; afterwards nothing of them is left."""
-    node = await Node.open(vm_state)
-    try:
-        made = Kit(vm_state, node, await node.runtime("qemu-microvm"))
-        try:
-            yield made
-        finally:
-            await made.close()
-    finally:
-        await node.close()
-    await nothing_left(vm_state, made.ids, 30)
+    async with opened(vm_state, "qemu-microvm") as made:
+        yield made

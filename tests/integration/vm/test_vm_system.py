@@ -8,25 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.conformance.harness import Kit, nothing_left, run
+from ringfence.conformance.harness import Kit, opened, run
 from ringfence.model.errors import StartFailed
 from ringfence.model.levels import Level
-from ringfence.node.service import Node
 
 
 @pytest.fixture
 async def systems(vm_state: Path) -> AsyncIterator[Kit]:
     """Sandboxes on qemu; afterwards nothing of them is left."""
-    node = await Node.open(vm_state)
-    try:
-        made = Kit(vm_state, node, await node.runtime("qemu"))
-        try:
-            yield made
-        finally:
-            await made.close()
-    finally:
-        await node.close()
-    await nothing_left(vm_state, made.ids, 30)
+    async with opened(vm_state, "qemu") as made:
+        yield made
 
 
 @pytest.mark.timeout(1200)

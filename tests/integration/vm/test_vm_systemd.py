@@ -19,13 +19,12 @@ from pathlib import Path
 import pytest
 
 from ringfence.conformance import templates
-from ringfence.conformance.harness import Kit, nothing_left, run
+from ringfence.conformance.harness import Kit, opened, run
 from ringfence.conformance.plugin import LISTED
 from ringfence.guest.link import GuestLink
 from ringfence.images.importing import ImportOptions, add
 from ringfence.images.store import TemplateStore
 from ringfence.model.levels import Level
-from ringfence.node.service import Node
 
 PACKAGES = ("systemd-sysv", "dbus")
 UNITS = {
@@ -81,16 +80,8 @@ def systemd_state(request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.fixture
 async def systems(systemd_state: Path) -> AsyncIterator[Kit]:
     """Sandboxes on qemu; afterwards nothing of them is left."""
-    node = await Node.open(systemd_state)
-    try:
-        made = Kit(systemd_state, node, await node.runtime("qemu"))
-        try:
-            yield made
-        finally:
-            await made.close()
-    finally:
-        await node.close()
-    await nothing_left(systemd_state, made.ids, 60)
+    async with opened(systemd_state, "qemu") as made:
+        yield made
 
 
 async def said(link: GuestLink, *argv: str) -> str:

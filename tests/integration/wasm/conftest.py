@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.conformance.harness import Kit, nothing_left
-from ringfence.node.service import Node
+from ringfence.conformance.harness import Kit, opened
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +20,5 @@ def state() -> Iterator[Path]:
 
 @pytest.fixture
 async def kit(state: Path) -> AsyncIterator[Kit]:
-    node = await Node.open(state)
-    try:
-        made = Kit(state, node, await node.runtime("wasm"))
-        await made.runtime.driver.prepare(str(state / "sandboxes" / "none"))  # type: ignore[attr-defined]
-        try:
-            yield made
-        finally:
-            await made.close()
-    finally:
-        await node.close()
-    await nothing_left(state, made.ids)
+    async with opened(state, "wasm") as made:
+        yield made
