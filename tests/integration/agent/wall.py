@@ -12,6 +12,8 @@ import socket
 import struct
 import subprocess
 import tempfile
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,10 +124,10 @@ class Client:
                     return frame
             try:
                 got = self.sock.recv(1 << 18)
-            except ConnectionResetError:
-                got = b""
+            except ConnectionResetError as error:
+                raise EOFError("reset: what was sent was not read") from error
             if not got:
-                raise EOFError
+                raise EOFError("closed")
             self.buffer += got
 
     def frame(self, channel: int) -> Frame:
@@ -260,6 +262,7 @@ class Wall:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.path)
         listener.listen(128)
+        self.listening = (listener.fileno(), os.readlink(f"/proc/self/fd/{listener.fileno()}"))
         user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
         uid = USER if os.geteuid() == 0 else 0
         usual = {
@@ -308,22 +311,44 @@ class Wall:
         return sock
 
     def client(self, hello: bool = True) -> Client:
-        """A new link with its HELLO done."""
-        sock = self.connect()
+        """A new link with its HELLO done. If a wall's first is lost, it is dialled again, as any host would.
+
+        Once in some ten thousand starts, and only within runs of all tests, the first was at its end although the
+        agent had never taken it from its queue (it had allocated nothing) and went on listening. Why is not known;
+        a warning says all that can be found then.
+        """
         try:
-            client = Client(sock, hello)
-        except BaseException:
-            sock.close()
-            raise
+            client = self._dialled(hello)
+        except EOFError as error:
+            if self.clients:
+                raise
+            found = f"the first link was lost ({error}); {self.end()}"
+            client = self._dialled(hello)
+            warnings.warn(found, stacklevel=2)
         self.clients.append(client)
         return client
 
+    def _dialled(self, hello: bool) -> Client:
+        sock = self.connect()
+        try:
+            return Client(sock, hello)
+        except BaseException:
+            sock.close()
+            raise
+
     def end(self) -> str:
-        """What became of the agent, in words. It is given a moment to end."""
+        """What became of the agent and its listening socket, in words. It is given a moment to end."""
         try:
             return f"it ended with {self.process.wait(2)}"
         except subprocess.TimeoutExpired:
-            return f"it lives: {Path(f'/proc/{self.pid}/stat').read_text()}"
+            words = [f"it lives: {Path(f'/proc/{self.pid}/stat').read_text()}"]
+        for pid in (self.process.pid, self.pid):
+            folder = Path(f"/proc/{pid}/fd")
+            words.append(f"{pid} has {[(one.name, os.readlink(one)) for one in folder.iterdir()]}")
+            words += [one.read_text() for one in Path(f"/proc/{pid}/fdinfo").iterdir()]
+        words += [line for line in Path("/proc/net/unix").read_text().splitlines() if self.path in line]
+        words.append(f"listening was {self.listening}, threads here: {[one.name for one in threading.enumerate()]}")
+        return "\n".join(words)
 
     def alive(self) -> bool:
         """The agent has not ended."""
