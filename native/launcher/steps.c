@@ -147,23 +147,17 @@ static int do_mask(const char *path)
         TRY(mount("tmpfs", path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=0,nr_inodes=2,mode=0555"));
         return 0;
     }
-    int tree = rf_open_tree(AT_FDCWD, "/dev/null", RF_OPEN_TREE_CLONE | RF_OPEN_TREE_CLOEXEC);
-    if (tree < 0)
-        return errno;
-    int error = rf_move_mount(tree, path) ? errno : 0;
-    close(tree);
-    return error;
+    TRY(mount("/dev/null", path, NULL, MS_BIND, NULL));
+    return 0;
 }
 
 static int do_readonly(const char *path)
 {
-    int tree = rf_open_tree(AT_FDCWD, path, RF_OPEN_TREE_CLONE | RF_OPEN_TREE_CLOEXEC | RF_AT_RECURSIVE);
-    if (tree < 0)
-        return errno == ENOENT ? 0 : errno;
     struct rf_mount_attr attr = {.set = RF_ATTR_RDONLY};
-    int error = rf_mount_setattr(tree, "", RF_AT_EMPTY | RF_AT_RECURSIVE, &attr) || rf_move_mount(tree, path) ? errno : 0;
-    close(tree);
-    return error;
+    if (mount(path, path, NULL, MS_BIND | MS_REC, NULL))
+        return errno == ENOENT ? 0 : errno;
+    TRY(rf_mount_setattr(AT_FDCWD, path, RF_AT_RECURSIVE, &attr));
+    return 0;
 }
 
 static int do_loop(const struct step *step)

@@ -62,7 +62,7 @@ class Effort:
 
 FULL = Effort(starts=200, execs=500, rate_seconds=3.0, idle=200, alive=500, cli=30)
 QUICK = Effort(starts=30, execs=100, rate_seconds=1.0, idle=40, alive=100, cli=8)
-WORKERS = (1, 2, 4, 8)
+WORKERS = (1, 2, 4, 8, 16)
 _SLOW, _SLOWEST = 0.15, 1.0  # seconds of a start
 # What a runtime that runs no programs is asked to run: its Python, which is what it is for.
 MAPPED = ("python3", "-I", "-S", "-c", "print('hello')")

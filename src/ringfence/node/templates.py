@@ -110,17 +110,17 @@ class HostTemplate:
             HostLimit: the disk is full, or the folder can't be written.
         """
         skeleton = self.skeleton(user)
+        binds = [*self._system_binds(skeleton)]
         usual = self._roots.get((files, user, disk))
         if usual is not None and usual[0] == skeleton:
+            _add_mounts(binds, files)  # they are judged each time, and give the same or an error
             return usual[1]
-        binds = [*self._system_binds(skeleton)]
         lowers: tuple[str, ...] = (skeleton,)
         extra = [p for p in (*files.read_write, *files.read_only) if not os.path.lexists(skeleton + p)]
         if files.mounts or extra:
             for path in (*files.read_write, *files.read_only):
                 check_target(path, "path")
-            for mount in files.mounts:
-                binds.append(bind(mount, binds))
+            _add_mounts(binds, files)
             try:
                 points = _points(folder, skeleton, binds, files, user)
             except OSError as error:
@@ -136,8 +136,8 @@ class HostTemplate:
             read_write=files.read_write,
             read_only=files.read_only,
         )
-        # Nothing in it is this sandbox's alone, and no mount of it has to be judged anew each time.
-        if len(lowers) == 1 and not files.mounts and disk.kind == "tmpfs":
+        # Nothing in it is this sandbox's alone.
+        if len(lowers) == 1 and disk.kind == "tmpfs":
             self._roots = {(files, user, disk): (skeleton, made)}
         return made
 
@@ -355,6 +355,11 @@ def bind(mount: Mount, below: list[Bind]) -> Bind:
                 hint=f"choose a target outside {closest.target}",
             )
     return Bind(source, mount.target, read_only=mount.read_only)
+
+
+def _add_mounts(binds: list[Bind], files: Filesystem) -> None:
+    for mount in files.mounts:
+        binds.append(bind(mount, binds))
 
 
 def own_layer(folder: Path) -> Path:

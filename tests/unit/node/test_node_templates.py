@@ -184,6 +184,22 @@ def test_a_missing_source(state: StateRoot, folder: Path) -> None:
         root(state, folder, mounts=(Mount("/does/not/exist", "/data"),))
 
 
+@pytest.mark.parametrize("how", ["closed", "gone", "turned"])
+def test_a_mount_that_was_had_is_judged_again(state: StateRoot, folder: Path, shared: Path, how: str) -> None:
+    template = HostTemplate(state)
+    files = Filesystem(mounts=(Mount(str(shared), "/mnt"),))
+    made = template.root(files, 1000, DISK, folder)
+    assert template.root(files, 1000, DISK, folder) is made  # control: it is known by now
+    if how == "closed" and os.geteuid() == 0:
+        shared.chmod(0o700)
+    else:
+        shared.rename(shared.with_name("elsewhere"))
+    if how == "turned":
+        shared.symlink_to("elsewhere")
+    with pytest.raises(InvalidRequest, match="can't mount|can't read"):
+        template.root(files, 1000, DISK, folder)
+
+
 def test_devices_and_sockets_stay_outside(state: StateRoot, folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="neither a file nor a folder"):
         root(state, folder, mounts=(Mount("/dev/null", "/data"),))
