@@ -43,6 +43,7 @@ SEEN = 0.02  # at most so often at those that somebody did
 MEMBER_LIFE = 3600.0  # seconds that a member may wait before it is replaced
 COVER = 10.0  # seconds of arrivals that the members should last for
 HALF_LIFE = 30.0  # seconds after which an arrival counts half
+COUNTED = 0.25  # seconds that the number of claims is believed: a rate over half a minute has the time
 RETRY_FIRST, RETRY_MOST = 0.5, 60.0
 START_TIME = 120.0
 SPARE = 1.5  # more than so many times what is wanted is too many
@@ -63,6 +64,7 @@ class Refilling:
         self._unwritten: dict[str, set[str]] = {}  # members decided on that have no row yet, by pool
         self._mine: dict[str, float] = {}  # leases, with when to renew them
         self._rates = RowCache(core.store, RATE)
+        self._claims: dict[str, tuple[float, int]] = {}  # by pool: when they were counted, and how many there were
         self._lapsed = 0.0
 
     async def close(self) -> None:
@@ -98,6 +100,8 @@ class Refilling:
                     self._mine.pop(pool.id, None)
         if now - self._lapsed >= BELIEVED:
             self._lapsed = now
+            there = {pool.id for pool in pools}
+            self._claims = {id: known for id, known in self._claims.items() if id in there}
             await self._retire(pools)
             await self.queues.tidy()
 
@@ -152,7 +156,10 @@ class Refilling:
         """
         core = self.core
         now = core.now()
-        claims = await core.store.counter(pool.counter("claims"))
+        counted, claims = self._claims.get(pool.id, (-math.inf, 0))
+        if not 0 <= now - counted < COUNTED:
+            claims = await core.store.counter(pool.counter("claims"))
+            self._claims[pool.id] = (now, claims)
         try:
             row = await self._rates.get(pool.id)
         except NotFound:
