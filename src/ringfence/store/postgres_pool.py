@@ -87,11 +87,14 @@ class Pool:
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """One that nobody else uses; psycopg.OperationalError if there is none in time."""
-        try:
-            async with asyncio.timeout(WAIT):
-                await self._free.acquire()
-        except TimeoutError:
-            raise psycopg.OperationalError("all connections are busy") from None
+        if not self._free.locked():
+            await self._free.acquire()
+        else:
+            try:
+                async with asyncio.timeout(WAIT):
+                    await self._free.acquire()
+            except TimeoutError:
+                raise psycopg.OperationalError("all connections are busy") from None
         try:
             generation = self._generation
             connection = self._pop() or await self._connect()
