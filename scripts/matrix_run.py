@@ -83,6 +83,8 @@ def measure(
                 for found in document["runtimes"]:
                     runtimes[found["runtime"]] = _suites_of(found, runtimes.get(found["runtime"], {}))
                     chosen += [found["runtime"]] * bool(found["ran"])
+        if missing := [name for name in chosen if name not in runtimes]:
+            raise SystemExit(f"matrix: {', '.join(missing)}: not in docs/matrix.json; run the suites, too")
         if {"probe", "bench"} & {*parts}:
             stack.enter_context(home())
         for name in chosen:

@@ -313,9 +313,9 @@ class Wall:
     def client(self, hello: bool = True) -> Client:
         """A new link with its HELLO done. If a wall's first is lost, it is dialled again, as any host would.
 
-        Once in some ten thousand starts, and only within runs of all tests, the first was at its end although the
-        agent had never taken it from its queue (it had allocated nothing) and went on listening. Why is not known;
-        a warning says all that can be found then.
+        Once in some ten thousand starts, and only within runs of all tests, the first was at its end although
+        the agent had never taken it from its queue (it had allocated nothing) and went on listening.
+        Why is not known; a warning says all that can be found then.
         """
         try:
             client = self._dialled(hello)
@@ -347,7 +347,9 @@ class Wall:
             words.append(f"{pid} has {[(one.name, os.readlink(one)) for one in folder.iterdir()]}")
             words += [one.read_text() for one in Path(f"/proc/{pid}/fdinfo").iterdir()]
         words += [line for line in Path("/proc/net/unix").read_text().splitlines() if self.path in line]
-        words.append(f"listening was {self.listening}, threads here: {[one.name for one in threading.enumerate()]}")
+        words.append(
+            f"listening was {self.listening}, threads here: {[one.name for one in threading.enumerate()]}"
+        )
         return "\n".join(words)
 
     def alive(self) -> bool:
