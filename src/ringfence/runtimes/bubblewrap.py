@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from ringfence.model.errors import GuestError, RingfenceError, RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
-from ringfence.runtimes.context import STAGE, RuntimeContext
+from ringfence.runtimes.context import DEVPTS, STAGE, RuntimeContext
 from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
@@ -28,6 +28,8 @@ from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.guestargs import agent_arguments, environment
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import (
+    BIND_DEVICES,
+    BIND_NOEXEC,
     BIND_READONLY,
     CLONE_NEWNS,
     MS_NODEV,
@@ -44,7 +46,7 @@ START_TIMEOUT = 10.0  # seconds until the agent behind bwrap must answer
 _LISTEN, _ARGS, _SECCOMP, _INFO, _AGENT, _CGROUPS = 3, 4, 5, 6, 7, 8
 _MOST_TEXT = 4096  # bytes of bwrap's own messages
 _STAGE = f"{STAGE}/stage"
-_MERGED = f"{_STAGE}/root"
+_MERGED, _DEVICES = f"{_STAGE}/root", f"{_STAGE}/dev"
 # (first version that is not affected, first that is, number)
 _VULNERABILITIES = (
     ((0, 0, 0), (0, 1, 3), "CVE-2016-8659"),
@@ -266,8 +268,12 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
                 yield from ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
             elif os.path.lexists(path):
                 yield from ("--ro-bind", "/dev/null", path)
-        yield from ("--dev", "/dev", "--perms", "1777", "--size", str(max(16 << 20, spec.memory // 2)))
-        yield from ("--tmpfs", "/dev/shm", "--remount-ro", "/dev")  # noqa: S108
+        # One bind instead of bwrap's own eight; what it is made from is read-only.
+        yield from ("--dev-bind", _DEVICES, "/dev") if merged else ("--dev", "/dev")
+        yield from ("--perms", "1777", "--size", str(max(16 << 20, spec.memory // 2)))
+        yield from ("--tmpfs", "/dev/shm")  # noqa: S108
+        if not merged:
+            yield from ("--remount-ro", "/dev")
         yield from ("--perms", "0755", "--size", str(1 << 20), "--tmpfs", "/run/secrets")
         for path, size, mode in writable_folders(files):
             yield from ("--perms", mode, "--size", str(size), "--tmpfs", path)
@@ -342,10 +348,13 @@ def _is_opaque(folder: str) -> bool:
 
 
 def _add_merged(plan: Plan, lowers: tuple[str, ...]) -> None:
-    """Mount all layers at ``_MERGED``, in a mount namespace that only bwrap sees."""
+    """Mount the layers at ``_MERGED``, nodes at ``_DEVICES``, in a mount namespace that only bwrap sees."""
     plan.add("CLONE", CLONE_NEWNS)
     quiet = MS_NOSUID | MS_NODEV
     plan.add("MOUNT", "ringfence", _STAGE, "tmpfs", quiet | MS_NOEXEC, "mode=0711,size=1m")
+    plan.add("MKDIR", _DEVICES, 0o711, NOBODY, NOBODY)
+    plan.add("BIND", f"{STAGE}/dev", _DEVICES, BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
+    plan.add("MOUNT", "devpts", f"{_DEVICES}/pts", "devpts", MS_NOSUID | MS_NOEXEC, DEVPTS)
     if len(lowers) == 1:  # of which no overlay can be made
         plan.add("MKDIR", _MERGED, 0o711, NOBODY, NOBODY)
         plan.add("BIND", os.path.realpath(lowers[0]), _MERGED, BIND_READONLY)
