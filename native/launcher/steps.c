@@ -143,6 +143,8 @@ static int do_mask(const char *path)
     struct stat found;
     if (lstat(path, &found))
         return errno == ENOENT ? 0 : errno;
+    if (S_ISLNK(found.st_mode)) /* what it shows would be hidden, and the link could be replaced */
+        return ELOOP;
     if (S_ISDIR(found.st_mode)) {
         TRY(mount("tmpfs", path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=0,nr_inodes=2,mode=0555"));
         return 0;
@@ -151,13 +153,16 @@ static int do_mask(const char *path)
     return 0;
 }
 
+/* Not by mount(2), which would follow a link at the end of the path: the link itself could be replaced later. */
 static int do_readonly(const char *path)
 {
-    struct rf_mount_attr attr = {.set = RF_ATTR_RDONLY};
-    if (mount(path, path, NULL, MS_BIND | MS_REC, NULL))
+    int tree = rf_open_tree(AT_FDCWD, path, RF_OPEN_TREE_CLONE | RF_OPEN_TREE_CLOEXEC | RF_AT_RECURSIVE);
+    if (tree < 0)
         return errno == ENOENT ? 0 : errno;
-    TRY(rf_mount_setattr(AT_FDCWD, path, RF_AT_RECURSIVE, &attr));
-    return 0;
+    struct rf_mount_attr attr = {.set = RF_ATTR_RDONLY};
+    int error = rf_mount_setattr(tree, "", RF_AT_EMPTY | RF_AT_RECURSIVE, &attr) || rf_move_mount(tree, path) ? errno : 0;
+    close(tree);
+    return error;
 }
 
 static int do_loop(const struct step *step)

@@ -15,7 +15,7 @@ import pytest
 from ringfence import _native
 from ringfence.model.errors import HostLimit, StartFailed
 from ringfence.runtimes.launching.launcher import Child, Launcher
-from ringfence.runtimes.launching.plan import BIND_OPTIONAL, CLONE_NEWNS, OPS, Plan
+from ringfence.runtimes.launching.plan import BIND_OPTIONAL, CLONE_NEWNS, MS_REC, MS_SLAVE, OPS, Plan
 from ringfence.runtimes.launching.processes import ProcessRef
 
 
@@ -138,6 +138,37 @@ async def test_a_failing_step_is_told_by_name_and_errno(
             await launcher.spawn(plan)
     assert caught.value.details == {"step": step, "errno": number}
     assert await run(launcher, "/bin/true") == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
+@pytest.mark.parametrize(
+    ("step", "number", "to"),
+    [("MASK", "ELOOP", "file"), ("MASK", "ELOOP", "folder"), ("READONLY", "EINVAL", "folder")],
+)
+async def test_a_link_is_not_taken_for_what_it_shows(
+    launcher: Launcher, tmp_path: Path, step: str, number: str, to: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(to)
+    written = tmp_path / ("file" if to == "file" else "folder/file")
+
+    def plan(path: Path) -> Plan:
+        made = Plan()
+        made.add("UNSHARE", CLONE_NEWNS)
+        made.add("MOUNT", "none", "/", "none", MS_REC | MS_SLAVE, "")
+        made.add(step, str(path))
+        made.extend(program("/bin/sh", "-c", f"echo x > {written}"))
+        return made
+
+    with pytest.raises(StartFailed) as caught:
+        await launcher.spawn(plan(tmp_path / "link"))
+    assert caught.value.details == {"step": step.lower(), "errno": number}
+    for path in (tmp_path / to, tmp_path / "missing"):  # the second is the control: nothing is hidden
+        child = await launcher.spawn(plan(path))
+        await child.exited
+        child.close()
+        assert (written.exists() and written.read_text() == "x\n") == (path.name == "missing")
 
 
 async def test_a_plan_that_is_too_long_is_not_even_sent(launcher: Launcher) -> None:
