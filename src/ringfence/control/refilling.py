@@ -64,9 +64,8 @@ class Refilling:
         self._unwritten: dict[str, set[str]] = {}  # members decided on that have no row yet, by pool
         self._mine: dict[str, float] = {}  # leases, with when to renew them
         self._rates = RowCache(core.store, RATE)
-        self._claims: dict[
-            str, tuple[float, int]
-        ] = {}  # by pool: when they were counted, and how many there were
+        # By pool: when its claims were counted, and how many there were.
+        self._claims: dict[str, tuple[float, int]] = {}
         self._lapsed = 0.0
 
     async def close(self) -> None:
