@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.conformance.harness import Kit, nothing_left
-from ringfence.node.service import Node
+from ringfence.conformance.harness import Kit, opened
 from support.engines import Engine, docker
 
 
@@ -20,14 +19,8 @@ async def kit(docker_engine: Engine) -> AsyncIterator[Kit]:
     """A node with docker; afterwards nothing is left, no container either."""
     state = Path(tempfile.mkdtemp(prefix="rf-docker-"))
     state.chmod(0o711)  # the sandbox's own user passes through
-    node = await Node.open(state)
-    made = Kit(state, node, await node.runtime("docker"))
-    try:
+    async with opened(state, "docker") as made:
         yield made
-    finally:
-        await made.close()
-        await node.close()
-    await nothing_left(state, {*made.ids, node.state.owner})
     shutil.rmtree(state)
     assert docker("ps", "--all", "--quiet") == ""
     assert docker("volume", "ls", "--quiet") == ""

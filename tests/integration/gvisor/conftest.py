@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.conformance.harness import Kit, nothing_left
-from ringfence.node.service import Node
+from ringfence.conformance.harness import Kit, opened
 
 
 @pytest.fixture
@@ -18,18 +17,10 @@ async def kit() -> AsyncIterator[Kit]:
     """Sandboxes on gvisor; afterwards nothing of them is left."""
     if os.geteuid() != 0:
         pytest.skip("walls of gVisor need root")
-    with tempfile.TemporaryDirectory(prefix="rf-gvisor-", ignore_cleanup_errors=True) as state:
-        Path(state).chmod(0o711)
-        node = await Node.open(state)
-        try:
-            runtime = await node.runtime("gvisor")
-            if runtime.driver.program is None:  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory(prefix="rf-gvisor-", ignore_cleanup_errors=True) as folder:
+        state = Path(folder)
+        state.chmod(0o711)
+        async with opened(state, "gvisor") as made:
+            if made.runtime.driver.program is None:  # type: ignore[attr-defined]
                 pytest.skip("runsc is not installed")
-            made = Kit(Path(state), node, runtime)
-            try:
-                yield made
-            finally:
-                await made.close()
-        finally:
-            await node.close()
-        await nothing_left(Path(state), made.ids)
+            yield made
