@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -133,7 +134,9 @@ class SqliteStore:
         path = Path(self.path)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            # Made, not opened: to close a descriptor of the file gives up every lock this process has on it.
+            with contextlib.suppress(FileExistsError):
+                os.mknod(path.resolve(), 0o600 | stat.S_IFREG)
         except OSError as error:
             raise StoreUnavailable(
                 f"{self.path}: {error.strerror}", hint="see its folder's rights and disk"

@@ -22,6 +22,7 @@ from ringfence.store.watching import MISSED
 APPLICATION = 0x52464E43  # "RFNC" in the file's header: this database is ours
 _KEPT_CHANGES = 20_000  # other processes look 20 times a second
 _FORGET_EVERY = 1_000
+_AGAIN = 0.01  # seconds until a lock is asked for once more
 _WAL_PAGES = 8_000  # in the log before a commit has to move them into the file
 _WAL_KEPT = 64 * 1024**2  # bytes that the log's file keeps after a burst
 
@@ -44,6 +45,7 @@ class Work:
     def __init__(self, path: str, busy: float) -> None:
         self.origin = secrets.token_hex(8)
         self.boot = boot()
+        self._busy = busy
         # Statements are compiled once and kept: compiling takes longer than running them.
         self.db = sqlite3.connect(path, isolation_level=None, timeout=busy, cached_statements=256)
         self.durable = False
@@ -61,10 +63,14 @@ class Work:
             sqlite3.Error: as it says.
         """
         db = self.db
+        # One moment of the file: others may be making it.
+        db.execute("BEGIN")
         (mine,) = db.execute("PRAGMA application_id").fetchone()
-        if mine != APPLICATION and db.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        db.execute("COMMIT")
+        if mine != APPLICATION and tables:
             raise InvalidRequest("the file is a database of another program")
-        db.execute("PRAGMA journal_mode = WAL").fetchone()
+        self._write_ahead()
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA journal_size_limit = {_WAL_KEPT}")
         # Moving the log into the file waits for the disk: usually a thread beside this one does it.
@@ -80,6 +86,18 @@ class Work:
                 db.execute(f"PRAGMA application_id = {APPLICATION}")
         self.version = db.execute("PRAGMA data_version").fetchone()[0]
         self.seen = self._newest()
+
+    def _write_ahead(self) -> None:
+        # While another connection is about to write, SQLite refuses this at once instead of waiting for it.
+        give_up = time.monotonic() + self._busy
+        while True:
+            try:
+                self.db.execute("PRAGMA journal_mode = WAL").fetchone()
+                return
+            except sqlite3.OperationalError as error:
+                if not error.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() >= give_up:
+                    raise
+            time.sleep(_AGAIN)
 
     @contextmanager
     def writing(self, durable: bool = False) -> Iterator[None]:

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,8 @@ from ringfence.model.errors import InvalidRequest, StoreUnavailable, WrongState
 from ringfence.store.contract import Add, Event, Put, Remove, Row
 from ringfence.store.migrations import migrations
 from ringfence.store.opening import open_store
-from ringfence.store.sqlite import SqliteStore
+from ringfence.store.sqlite import BUSY, SqliteStore
+from ringfence.store.sqlite_work import Work
 
 
 @pytest_asyncio.fixture
@@ -132,6 +134,76 @@ async def test_waits_for_a_lock_that_comes_back(tmp_path: Path) -> None:
         other.execute("ROLLBACK")
         await waiting
     await store.close()
+
+
+def test_another_makes_the_file_while_it_is_opened(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.db")
+    others: list[threading.Thread] = []
+
+    def other() -> None:
+        work = Work(path, BUSY)
+        work.prepare()
+        work.db.close()
+
+    def meanwhile(statement: str) -> None:
+        if "sqlite_master" in statement:
+            others.append(threading.Thread(target=other))
+            others[0].start()
+            others[0].join(0.3)  # it is done by now, or waits for this one
+
+    with closing(sqlite3.connect(path)), closing((work := Work(path, BUSY)).db):
+        work.db.set_trace_callback(meanwhile)
+        work.prepare()  # not "a database of another program"
+        others[0].join()
+        assert work.db.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,)
+
+
+def test_another_is_about_to_write_while_it_is_opened(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.db")
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with (
+            closing(sqlite3.connect(path)) as control,
+            pytest.raises(sqlite3.OperationalError, match="locked"),
+        ):
+            control.execute("PRAGMA journal_mode = WAL")  # at once: SQLite itself waits for nobody here
+        with closing((late := Work(path, 0.1)).db), pytest.raises(sqlite3.OperationalError, match="locked"):
+            late.prepare()
+        timer = threading.Timer(0.3, other.execute, ["COMMIT"])
+        timer.start()
+        with closing((work := Work(path, BUSY)).db):
+            work.prepare()
+            assert work.db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        timer.join()
+
+
+async def test_opening_once_more_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.db")
+    first = await SqliteStore.open(path)
+    second = await SqliteStore.open(path)
+
+    def write(id: str) -> None:
+        """Another process writes once and lets go; the last to let go takes the log away."""
+        code = (
+            "import asyncio, sys\n"
+            "from ringfence.store.contract import Put, Row\n"
+            "from ringfence.store.sqlite import SqliteStore\n"
+            "async def main():\n"
+            "    store = await SqliteStore.open(sys.argv[1])\n"
+            "    await store.commit(Put(Row('thing', sys.argv[2])))\n"
+            "    await store.close()\n"
+            "asyncio.run(main())\n"
+        )
+        subprocess.run([sys.executable, "-c", code, path, id], check=True)
+
+    log = tmp_path / "store.db-wal"
+    await asyncio.to_thread(write, "t-1")
+    assert log.exists(), "the log of living connections was taken away"
+    os.close(os.open(path, os.O_RDWR))  # the control: what opening must not do
+    await asyncio.to_thread(write, "t-2")
+    assert not log.exists()
+    await second.close()
+    await first.close()
 
 
 async def test_only_its_owner_reads_it(tmp_path: Path) -> None:
