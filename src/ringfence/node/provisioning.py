@@ -220,7 +220,7 @@ def _modules_step(runtimes: tuple[str, ...]) -> Step | None:
     library, wanted = packages.library(), packages.interpreters().values()
     if library is not None:
         store = cache.ModuleCache(cache.root_for(str(default_root() / "sandboxes" / "setup")), library)
-        if wanted and all(store.find(store.digest(path)) for path in wanted):
+        if wanted and all(store.find(store.digest(path), interruptible=False) for path in wanted):
             return None
     return Step("modules", "compile the WebAssembly interpreters, once", runtimes=runtimes)
 

@@ -107,6 +107,8 @@ async def test_deadline_and_fuel_of_a_command(kit: Kit) -> None:
     await link.files.write("start.wasm", wasm(START_SPINS))
     done = await run(link, "spin.wasm", env={DEADLINE: "0.1"})
     assert (done.exit.code, b"deadline" in done.stderr) == (124, True)
+    done = await run(link, "start.wasm", env={DEADLINE: "0.1"})
+    assert (done.exit.code, b"deadline" in done.stderr) == (124, True)
     done = await run(link, "spin.wasm", env={FUEL: "100000"})
     assert (done.exit.code, b"fuel" in done.stderr) == (124, True)
     done = await run(link, "start.wasm", env={FUEL: "100000"})
@@ -114,6 +116,15 @@ async def test_deadline_and_fuel_of_a_command(kit: Kit) -> None:
     with pytest.raises(GuestRefused) as caught:
         await run(link, "spin.wasm", env={FUEL: "much"})
     assert caught.value.errno == errno.EINVAL
+
+
+@pytest.mark.parametrize("rest", ["while True: pass", "import time; time.sleep(60)"])
+async def test_a_deadline_ends_an_interpreter_whatever_it_does(kit: Kit, rest: str) -> None:
+    link = await kit.started()
+    process = await link.start(ProcessSpec(script(f"print(1, flush=True)\n{rest}"), env={DEADLINE: "2"}))
+    await read_until(process, b"1\n")
+    assert (await process.wait()).code == 124
+    assert (await run(link, *script("print(2)"), env={DEADLINE: "60"})).stdout == b"2\n"
 
 
 async def test_signals(kit: Kit) -> None:

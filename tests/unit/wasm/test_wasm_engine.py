@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from pathlib import Path
 
 import pytest
 import wasmtime
@@ -106,6 +107,27 @@ def test_memory_is_limited(made: Engine) -> None:
 def test_what_is_no_module(made: Engine, code: bytes) -> None:
     with pytest.raises(EngineError):
         made.compile(code)
+
+
+def test_interrupt() -> None:
+    for interruptible, trap in ((True, engine.INTERRUPT), (False, engine.OUT_OF_FUEL)):
+        both = Engine(str(packages.library()), fuel=True, interruptible=interruptible)
+        one = Instance(both, fuel=50_000_000)
+        one.instantiate(both.compile(wasm(PLAIN)))
+        both.increment_epoch()
+        with pytest.raises(EngineError) as caught:
+            one.call("spin")
+        assert caught.value.trap == trap
+        one.close()
+
+
+def test_a_module_runs_in_the_engine_that_it_was_compiled_for(made: Engine, tmp_path: Path) -> None:
+    plain = Engine(str(packages.library()), interruptible=False)
+    kept = tmp_path / "plain.cwasm"
+    kept.write_bytes(plain.serialize(plain.compile(wasm(PLAIN))))
+    assert plain.load(str(kept))
+    with pytest.raises(EngineError):
+        made.load(str(kept))
 
 
 def test_fuel(made: Engine) -> None:

@@ -79,13 +79,14 @@ class ModuleCache:
         self._sources[path] = (mark, found)
         return found
 
-    def path(self, digest: str, *, fuel: bool = False) -> str:
+    def path(self, digest: str, *, fuel: bool = False, interruptible: bool = True) -> str:
         """Where the compiled form of a module is, or would be."""
-        return os.path.join(self.root, f"{digest}-{self._kind}{'-fuel' if fuel else ''}.cwasm")
+        form = ("-fuel" if fuel else "") + ("" if interruptible else "-plain")
+        return os.path.join(self.root, f"{digest}-{self._kind}{form}.cwasm")
 
-    def find(self, digest: str, *, fuel: bool = False) -> str | None:
+    def find(self, digest: str, *, fuel: bool = False, interruptible: bool = True) -> str | None:
         """The verified compiled form; ``None`` if there is none, or none to be trusted (which is removed)."""
-        path = self.path(digest, fuel=fuel)
+        path = self.path(digest, fuel=fuel, interruptible=interruptible)
         try:
             if not _private(os.lstat(self.root), folder=True):
                 return None
@@ -106,7 +107,7 @@ class ModuleCache:
                 os.unlink(each)
         return None
 
-    async def get(self, source: str, *, fuel: bool = False) -> str:
+    async def get(self, source: str, *, fuel: bool = False, interruptible: bool = True) -> str:
         """The compiled form of a module's file, made if missing. Callers at once share one compilation,
         which goes on if they give up.
 
@@ -115,23 +116,24 @@ class ModuleCache:
             HostLimit: the cache can't be written, or the compiler ran out of something.
         """
         digest = await asyncio.to_thread(self.digest, source)
-        found = await asyncio.to_thread(lambda: self.find(digest, fuel=fuel))
+        found = await asyncio.to_thread(lambda: self.find(digest, fuel=fuel, interruptible=interruptible))
         if found is not None:
             return found
-        path = self.path(digest, fuel=fuel)
+        path = self.path(digest, fuel=fuel, interruptible=interruptible)
         task = self._compiling.get(path)
         if task is None:
-            task = self._compiling[path] = asyncio.ensure_future(self._compile(source, digest, path, fuel))
+            work = self._compile(source, digest, path, fuel, interruptible)
+            task = self._compiling[path] = asyncio.ensure_future(work)
             task.add_done_callback(lambda _: self._compiling.pop(path, None))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
-    async def _compile(self, source: str, digest: str, path: str, fuel: bool) -> str:
+    async def _compile(self, source: str, digest: str, path: str, fuel: bool, interruptible: bool) -> str:
         code = await asyncio.to_thread(_read, source)
         if hashlib.sha256(code).hexdigest() != digest:
             raise InvalidRequest(f"the module {source} changed while it was read", hint="try again")
         trusted = source in packages.interpreters().values()
-        made = await compiled(self.library, code, fuel=fuel, trusted=trusted)
+        made = await compiled(self.library, code, fuel=fuel, interruptible=interruptible, trusted=trusted)
         try:
             await asyncio.to_thread(self._store, path, made)
         except OSError as error:
@@ -158,7 +160,9 @@ class ModuleCache:
         self._verified[path] = _mark(os.lstat(path))
 
 
-async def compiled(library: str, code: bytes, *, fuel: bool, trusted: bool = False) -> bytes:
+async def compiled(
+    library: str, code: bytes, *, fuel: bool, interruptible: bool = True, trusted: bool = False
+) -> bytes:
     """Compile in a process of its own; a trusted module may take more of memory and time.
 
     Raises:
@@ -166,9 +170,10 @@ async def compiled(library: str, code: bytes, *, fuel: bool, trusted: bool = Fal
         HostLimit: the compiler ended for another reason.
     """
     memory, seconds = _TRUSTED if trusted else _HOSTILE
+    config = {"library": library, "fuel": fuel, "interruptible": interruptible}
     process = await asyncio.create_subprocess_exec(
         _PYTHON, "-I", "-S", "-c", _START,
-        json.dumps({"library": library, "fuel": fuel, "memory": memory, "seconds": seconds}),
+        json.dumps({**config, "memory": memory, "seconds": seconds}),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={"PATH": "/usr/bin:/bin"},
     )  # fmt: skip

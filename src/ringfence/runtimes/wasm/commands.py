@@ -7,13 +7,14 @@ import os
 import stat
 import sys
 
-from ringfence.runtimes.wasm.engine import INTERRUPT, OUT_OF_FUEL, Engine, EngineError, Instance
+from ringfence.runtimes.wasm.engine import OUT_OF_FUEL, Engine, EngineError, Instance
 from ringfence.runtimes.wasm.lean import signal, suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+INTERPRETERS = ("python", "qjs")
 CALLER = "ringfence-call"  # runs `ringfence.runtimes.wasm.calling` over its standard streams
 FUEL, DEADLINE = "RINGFENCE_WASM_FUEL", "RINGFENCE_WASM_DEADLINE"  # variables of a command
 DEADLINE_STATUS = 124  # as `timeout` has it
@@ -148,14 +149,17 @@ class Modules:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
-        self._engines: dict[bool, Engine] = {}
+        self._engines: dict[tuple[bool, bool], Engine] = {}
         self._loaded: dict[tuple[str, bool], int] = {}
 
-    def engine(self, fuel: bool) -> Engine:
-        """The engine with or without fuel."""
-        if fuel not in self._engines:
-            self._engines[fuel] = Engine(self.config["library"], fuel=fuel)
-        return self._engines[fuel]
+    def engine(self, kind: str, fuel: bool) -> Engine:
+        """The engine for a kind of command, with or without fuel. A call of a function can be interrupted and
+        the module used again; a whole command is ended with its process."""
+        interruptible = kind not in INTERPRETERS
+        if (fuel, interruptible) not in self._engines:
+            library = self.config["library"]
+            self._engines[fuel, interruptible] = Engine(library, fuel=fuel, interruptible=interruptible)
+        return self._engines[fuel, interruptible]
 
     def preload(self, kind: str, fuel: bool) -> int | None:
         """An interpreter's module, if it lies compiled; loaded once, before the fork, for all children."""
@@ -163,7 +167,7 @@ class Modules:
         if entry is None:
             return None
         if (kind, fuel) not in self._loaded:
-            self._loaded[kind, fuel] = self.engine(fuel).load(entry)
+            self._loaded[kind, fuel] = self.engine(kind, fuel).load(entry)
         return self._loaded[kind, fuel]
 
     def module(self, command: Command, fuel: bool) -> int:
@@ -182,8 +186,8 @@ class Modules:
             digest = hashlib.sha256(code).hexdigest() + ("+fuel" if fuel else "")
             entry = self.config["modules"].get(digest)
             if entry is not None:
-                return self.engine(fuel).load(entry)
-        return self.engine(fuel).compile(code)
+                return self.engine(command.kind, fuel).load(entry)
+        return self.engine(command.kind, fuel).compile(code)
 
 
 def enter(streams: tuple[int, int, int], cgroups: list[int], max_open_files: int) -> None:
@@ -248,7 +252,7 @@ def limits_of(env: dict[str, str]) -> tuple[int | None, float | None]:
 def _run(modules: Modules, command: Command, env: dict[str, str], cwd: str) -> int:
     config = modules.config
     fuel, deadline = limits_of(env)
-    engine = modules.engine(fuel is not None)
+    engine = modules.engine(command.kind, fuel is not None)
     module = modules.module(command, fuel is not None)
     folders = open_folders(config, cwd)
     if command.kind == "call":
@@ -258,11 +262,11 @@ def _run(modules: Modules, command: Command, env: dict[str, str], cwd: str) -> i
         return 0
     instance = Instance(engine, memory=config["memory"] or -1, fuel=fuel)
     instance.wasi([os.fsdecode(word) for word in command.argv], list(env.items()), folders)
-    instance.instantiate(module)
     if deadline is not None:
         import _thread
 
-        _thread.start_new_thread(_interrupt, (engine, deadline))
+        _thread.start_new_thread(_end, (command, deadline))
+    instance.instantiate(module)
     if command.kind == "qjs":
         return _reactor(instance, command.argv)
     if instance.has("_initialize") and not instance.has("_start"):
@@ -302,19 +306,17 @@ def _reactor(instance: Instance, argv: tuple[bytes, ...]) -> int:
     return 0 if instance.call("qjs_init_argv", len(words), table)[0] == 0 else 1
 
 
-def _interrupt(engine: Engine, seconds: float) -> None:
+def _end(command: Command, seconds: float) -> None:
     import time
 
     time.sleep(seconds)
-    engine.increment_epoch()
+    _say(command, "its deadline has passed")
+    os._exit(DEADLINE_STATUS)
 
 
 def _failed(command: Command, error: EngineError) -> int:
     if error.exit is not None:
         return error.exit & 255
-    if error.trap == INTERRUPT:
-        _say(command, "its deadline has passed")
-        return DEADLINE_STATUS
     if error.trap == OUT_OF_FUEL:
         _say(command, "its fuel is used up")
         return DEADLINE_STATUS

@@ -66,7 +66,7 @@ def lock_down(memory: int, seconds: int) -> None:
 def main() -> None:
     """Entry of the compiling process."""
     config: dict[str, Any] = json.loads(sys.argv[1])
-    engine = Engine(config["library"], fuel=config["fuel"])
+    engine = Engine(config["library"], fuel=config["fuel"], interruptible=config["interruptible"])
     engine.compile(b"\0asm\1\0\0\0")  # what is loaded or read on first use is, before it can't be any more
     lock_down(config["memory"], config["seconds"])
     code = sys.stdin.buffer.read()

@@ -150,7 +150,7 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
         """
         store = self._store(folder, cache.require_library())
         for source in packages.interpreters().values():
-            await store.get(source)
+            await store.get(source, interruptible=False)
 
     async def start(self, spec: StartSpec) -> Handle:
         """See the contract. The first start on a machine compiles the interpreters, which takes seconds.
@@ -232,7 +232,7 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
                 for name, source in packages.interpreters().items():
                     ready = await asyncio.to_thread(self._ready, store, source, fuel)
                     if ready is None and not mounted and spec.id != PROBE:
-                        ready = await store.get(source, fuel=fuel)
+                        ready = await store.get(source, fuel=fuel, interruptible=False)
                     if ready is not None:
                         found[name + mark] = ready
                 self._compiled = len(found) - len(set(mounted)) == len(packages.interpreters())
@@ -245,7 +245,7 @@ class WasmRuntime(FrozenByCgroup, LaunchedRuntime):
 
     @staticmethod
     def _ready(store: cache.ModuleCache, source: str, fuel: bool) -> str | None:
-        return store.find(store.digest(source), fuel=fuel)
+        return store.find(store.digest(source), fuel=fuel, interruptible=False)
 
     # -- the plan
 
