@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -29,7 +30,18 @@ from ringfence.runtimes.contract import (
     StartSpec,
 )
 from ringfence.runtimes.qemu import FullRuntime, MicrovmRuntime
-from ringfence.runtimes.vm import cleaning, disks, driver, images, initramfs, kernel, machines, probing, qmp
+from ringfence.runtimes.vm import (
+    cleaning,
+    disks,
+    driver,
+    images,
+    initramfs,
+    kernel,
+    machines,
+    probing,
+    qmp,
+    vmm,
+)
 
 
 def spec(folder: Path, **changes: object) -> StartSpec:
@@ -232,6 +244,14 @@ def test_what_booted_before_need_not_boot_again(tmp_path: Path, monkeypatch: pyt
     assert sorted(os.listdir(tmp_path)) == ["machine", "real"]
 
 
+def test_modules_lose_their_signatures(tmp_path: Path) -> None:
+    end = b"~Module signature appended~\n"
+    for size in (0, 1, 681):
+        assert initramfs.unsigned(b"module" + b"s" * size + struct.pack(">8xI", size) + end) == b"module"
+    for other in (b"", b"module", end, b"x" + end, b"module" + struct.pack(">8xI", 6) + end):
+        assert initramfs.unsigned(other) == other
+
+
 # -- QEMU's arguments
 
 
@@ -246,6 +266,17 @@ def test_a_machine_has_no_card_and_no_default_device(tmp_path: Path, kind: str) 
     assert "readonly=on" in next(word for word in words if word.startswith("if=none,id=template"))
     assert "-incoming" not in words
     assert "fd:13" in machines.arguments(machine(kind, incoming=13), spec(tmp_path))
+
+
+def test_an_emulated_machine_begins_with_a_lean_firmware(tmp_path: Path) -> None:
+    assert vmm.firmware(str(tmp_path), False) == ""  # QEMU was installed without it
+    (tmp_path / "firmware").mkdir()
+    (tmp_path / "firmware/qboot.rom").touch()
+    lean = vmm.firmware(str(tmp_path), False)
+    assert (lean, vmm.firmware(str(tmp_path), True)) == ("/firmware/qboot.rom", "")
+    words = machines.arguments(machine("q35", firmware=lean), spec(tmp_path))
+    assert words[words.index("-bios") + 1] == lean
+    assert "-bios" not in machines.arguments(machine("q35"), spec(tmp_path))
 
 
 def test_an_emulated_machine_is_a_pc() -> None:
@@ -295,7 +326,7 @@ def test_the_telling_line_of_a_console() -> None:
 
 def test_snapshots_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "disk").write_bytes(b"disk")
-    mine = images.fitting("qemu", spec(tmp_path), "kernel", "7.2", "q35")
+    mine = images.fitting("qemu", spec(tmp_path), "kernel", "7.2", "q35", "/firmware/qboot.rom")
     data = images.describe(str(tmp_path), mine, memory=False)
     assert json.loads(json.dumps(data)) == data
     images.check(str(tmp_path), data, mine)

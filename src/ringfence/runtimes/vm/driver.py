@@ -185,7 +185,7 @@ class QemuRuntime(LaunchedRuntime):
 
         self.check(spec)
         found = await asyncio.to_thread(kernel.find)
-        mine = images.fitting(self.name, spec, found.digest, await self._version(), self.machine)
+        mine = await self._fitting(spec, found.digest)
         await asyncio.to_thread(images.check, folder, data, mine)
         disk = os.path.join(spec.folder, DISK)
         owner = spec.identity.host_uid(spec.identity.agent_uid)
@@ -273,8 +273,6 @@ class QemuRuntime(LaunchedRuntime):
         self, spec: StartSpec, *, disk: str = "", memory: int = -1, template: tuple[str, str] | None = None
     ) -> Handle:
         """Start a machine. ``disk``: in place of an empty one. ``memory``: the stream it is restored from."""
-        from ringfence.runtimes.vm import images
-
         assert self.program is not None
         found = await asyncio.to_thread(kernel.find)
         store = disks.store(spec.folder)
@@ -303,6 +301,7 @@ class QemuRuntime(LaunchedRuntime):
                 qmp=numbers[qmp.NAME],
                 template=kind,
                 incoming=_FIRST + len(numbers) if memory >= 0 else -1,
+                firmware=vmm.firmware(base, self.kvm),
             )
             writable = disk or await asyncio.to_thread(self._disk, spec, store, owner)
             initrd = os.path.join(spec.folder, INITRD)
@@ -353,7 +352,7 @@ class QemuRuntime(LaunchedRuntime):
                 "disk": writable,
                 "template": [image, kind],
                 "kvm": self.kvm,
-                "fitting": images.fitting(self.name, spec, found.digest, await self._version(), self.machine),
+                "fitting": await self._fitting(spec, found.digest),
             }
             return self.handle(spec, child, child.pid, data)
         except BaseException as error:
@@ -372,6 +371,13 @@ class QemuRuntime(LaunchedRuntime):
                 each.close()
             for descriptor in opened:
                 os.close(descriptor)
+
+    async def _fitting(self, spec: StartSpec, digest: str) -> dict[str, Any]:
+        from ringfence.runtimes.vm import images
+
+        assert self.program is not None
+        firmware = vmm.firmware(await vmm.root(self.program, disks.store(spec.folder)), self.kvm)
+        return images.fitting(self.name, spec, digest, await self._version(), self.machine, firmware)
 
     def _config(self, machine: machines.Machine, spec: StartSpec, found: kernel.Kernel) -> initramfs.Config:
         rules = os.open(f"/proc/self/fd/{self.context.filter_fd(spec.seccomp)}", os.O_RDONLY | os.O_CLOEXEC)

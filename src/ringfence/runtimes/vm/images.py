@@ -95,7 +95,9 @@ def describe(folder: str, fitting: Mapping[str, Any], *, memory: bool) -> dict[s
     }
 
 
-def fitting(runtime: str, spec: StartSpec, kernel: str, version: str, kind: str) -> dict[str, Any]:
+def fitting(
+    runtime: str, spec: StartSpec, kernel: str, version: str, kind: str, firmware: str
+) -> dict[str, Any]:
     """What of a machine must be the same in the one that was saved and the one it becomes."""
     return {
         "runtime": runtime,
@@ -103,6 +105,7 @@ def fitting(runtime: str, spec: StartSpec, kernel: str, version: str, kind: str)
         "kind": kind,
         "kernel": kernel,
         "qemu": version,
+        "firmware": firmware or "QEMU's own",
         "template": spec.root.template,
         "memory": machines.guest_memory(spec.memory),
         "processors": machines.processors(spec),

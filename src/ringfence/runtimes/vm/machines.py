@@ -48,6 +48,7 @@ class Machine:
     qmp: int
     template: str  # the file system of the template's disk
     incoming: int = -1  # of the memory that the machine is restored from
+    firmware: str = ""  # in place of QEMU's own choice
 
 
 def guest_memory(memory: int) -> int:
@@ -87,6 +88,7 @@ def command_line(machine: Machine) -> str:
         "i8042.nokbd",
     ]
     words += ["no_timer_check", "random.trust_cpu=on", "cgroup_no_v1=all", "oops=panic"]
+    words.append("cryptomgr.notests")  # of algorithms: nobody changes the kernel between two starts
     if not machine.kvm:
         words.append(
             "mitigations=off"
@@ -137,6 +139,8 @@ def arguments(machine: Machine, spec: StartSpec) -> list[str]:
     for name, extra in (("template", ",readonly=on"), ("disk", "")):
         found += ["-drive", f"if=none,id={name},format=raw,file={FILES}/{name}{extra},discard=unmap"]
         found += ["-device", f"virtio-blk-{bus},drive={name}{modern}"]
+    if machine.firmware:
+        found += ["-bios", machine.firmware]
     if machine.incoming >= 0:
         found += ["-incoming", f"fd:{machine.incoming}"]
     return found
