@@ -69,6 +69,8 @@ class Launcher:
         self._serial = 0
         self._starting: dict[int, tuple[Plan, bool, asyncio.Future[Child]]] = {}
         self._running: dict[int, Child] = {}
+        self._sending = asyncio.Lock()  # a loop has one writer a descriptor: one at a time waits for room
+        self._room: asyncio.Future[None] | None = None
         self._loop.add_reader(sock.fileno(), self._receive)
 
     @classmethod
@@ -134,6 +136,9 @@ class Launcher:
         if self._sock.fileno() < 0:
             return
         self._loop.remove_reader(self._sock.fileno())
+        if self._room is not None:
+            self._loop.remove_writer(self._sock.fileno())
+            _settle(self._room)
         self._sock.close()
         kept = any(child.keep for child in self._running.values())
         self._lost()
@@ -154,14 +159,18 @@ class Launcher:
         self._starting[serial] = (plan, keep, answer)
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", plan.fds))] if plan.fds else []
         try:
-            while True:
-                try:
-                    self._sock.sendmsg([_REQUEST.pack(_MAGIC, kind, serial, 0), body], control)
-                    break
-                except BlockingIOError:
-                    await self._writable()
+            async with self._sending:
+                while True:
+                    try:
+                        self._sock.sendmsg([_REQUEST.pack(_MAGIC, kind, serial, 0), body], control)
+                        break
+                    except BlockingIOError:
+                        await self._writable()
+        except asyncio.CancelledError:
+            self._starting.pop(serial, None)  # it was never sent
+            raise
         except OSError as error:
-            del self._starting[serial]
+            self._starting.pop(serial, None)
             raise HostLimit(
                 "the launcher has ended", hint="start the node again", errno=str(error)
             ) from error
@@ -177,12 +186,14 @@ class Launcher:
             raise
 
     async def _writable(self) -> None:
-        done = self._loop.create_future()
-        self._loop.add_writer(self._sock.fileno(), _settle, done)
+        self._room = self._loop.create_future()
+        self._loop.add_writer(self._sock.fileno(), _settle, self._room)
         try:
-            await done
+            await self._room
         finally:
-            self._loop.remove_writer(self._sock.fileno())
+            self._room = None
+            if self._sock.fileno() >= 0:
+                self._loop.remove_writer(self._sock.fileno())
 
     def _receive(self) -> None:
         for _ in range(64):
