@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ def write(path: Path | str, value: dict[str, Any], *, aside: Path | str) -> None
         OSError: the disk is full, or can't be written.
     """
     text = json.dumps(value, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    temporary = f"{aside}/record"
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    temporary = f"{aside}/record.{secrets.token_hex(8)}"  # threads of one writer share the folder
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(file, "wb") as stream:
             stream.write(text)

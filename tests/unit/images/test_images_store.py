@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -241,3 +244,22 @@ def test_the_environment_of_an_image(uid: int | None, user: int, home: str | Non
     assert found["X"] == "1" and found["PYTHONHASHSEED"] == "7"
     plain = dict(environment(Template("sha256:0", "x", ()), user))
     assert plain == {"PYTHONHASHSEED": "0"}
+
+
+def test_threads_may_put_at_once(store: TemplateStore) -> None:
+    parts = [layer(store, f"file{number}") for number in range(4)]
+    begin = threading.Barrier(4)
+
+    def put(number: int) -> None:
+        begin.wait(30)
+        for turn in range(10):
+            config = dataclasses.replace(CONFIG, workdir=f"/{number}/{turn}")
+            store.put(f"t{number}-{turn}", [parts[number]], config, source="test")
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(put, number) for number in range(4)]:
+            done.result()
+    for number in range(4):
+        for turn in range(10):
+            found = store.resolve(f"t{number}-{turn}")
+            assert (found.layers, found.config.workdir) == ((parts[number],), f"/{number}/{turn}")

@@ -9,7 +9,9 @@ import shutil
 import socket
 import struct
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +252,25 @@ def test_modules_lose_their_signatures(tmp_path: Path) -> None:
         assert initramfs.unsigned(b"module" + b"s" * size + struct.pack(">8xI", size) + end) == b"module"
     for other in (b"", b"module", end, b"x" + end, b"module" + struct.pack(">8xI", 6) + end):
         assert initramfs.unsigned(other) == other
+
+
+def test_threads_may_make_the_same_archive(tmp_path: Path) -> None:
+    init = tmp_path / "init"
+    init.write_bytes(b"i" * (8 << 20))
+    (tmp_path / "module.ko").write_bytes(b"module")
+    for turn in range(8):
+        found = kernel.Kernel("image", "6.1", (str(tmp_path / "module.ko"),), f"digest{turn}")
+        begin = threading.Barrier(3)
+
+        def make(found: kernel.Kernel = found, begin: threading.Barrier = begin) -> int:
+            begin.wait(30)
+            return os.path.getsize(initramfs.base(found, str(init), str(init), str(tmp_path / "store")))
+
+        with ThreadPoolExecutor(3) as threads:
+            sizes = {done.result() for done in [threads.submit(make) for _ in range(3)]}
+        assert len(sizes) == 1
+        assert sizes.pop() > 16 << 20
+    assert len(os.listdir(tmp_path / "store")) == 8
 
 
 # -- QEMU's arguments

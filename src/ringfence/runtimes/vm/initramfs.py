@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import stat
 import struct
 from collections.abc import Iterable
@@ -94,9 +95,9 @@ def unsigned(module: bytes) -> bytes:
 
 
 def _write(target: str, content: bytes) -> None:
-    work = f"{target}.{os.getpid()}.new"
+    work = f"{target}.{secrets.token_hex(8)}.new"  # threads may make the same one
     try:
-        with open(work, "wb") as file:
+        with open(work, "xb") as file:
             file.write(content)
         os.chmod(work, 0o444)
         os.rename(work, target)
