@@ -224,6 +224,7 @@ class Core:
         *,
         expect: Iterable[State],
         token: str | None = None,
+        still: Callable[[Sandbox], bool] | None = None,
         labels: Mapping[str, str] | None = None,
         changes: Sequence[Change] = (),
         event: str = "",
@@ -239,6 +240,7 @@ class Core:
             to: the new state; ``None``: it stays.
             expect: states that it may be in.
             token: of the transition that this ends; somebody who took over makes it void.
+            still: whether the reason holds, asked again of what others have made of it meanwhile.
             labels: in place of those there are.
             changes: of other rows and counters, in the same commit.
             event: its name; by default the new state.
@@ -248,14 +250,14 @@ class Core:
             document: keys to set.
 
         Raises:
-            WrongState: it is in none of the expected states.
+            WrongState: it is in none of the expected states, or the reason holds no more.
             LeaseLost: somebody else took over.
             NotFound: it is gone.
             Conflict: one of ``changes`` does not fit.
         """
         expected = frozenset(expect)
         for attempt in range(CONFLICTS):
-            if sandbox.state not in expected:
+            if sandbox.state not in expected or not (still is None or still(sandbox)):
                 raise wrong_state(sandbox)
             if token is not None and sandbox.document.get("actor") != token:
                 raise LeaseLost(f"another process acts on {sandbox.id}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringfence.control import idempotency, volumes
@@ -49,6 +49,7 @@ class Ending:
         error: RingfenceError | None = None,
         expect: Sequence[State] = ENDABLE,
         token: str | None = None,
+        still: Callable[[Sandbox], bool] | None = None,
     ) -> tuple[Sandbox, str]:
         """Decide that it ends, and why. Returns it and the right to finish.
 
@@ -61,9 +62,10 @@ class Ending:
             error: of a start that failed; it ends as ``failed``.
             expect: states from which this may end it.
             token: of the transition under way that ends so; by default this one goes ahead of any.
+            still: whether there is a reason to; see :meth:`Core.change`.
 
         Raises:
-            WrongState: somebody began its end before, or it has ended.
+            WrongState: somebody began its end before, or it has ended, or there is no reason any more.
         """
         mine = self.core.token()
         facts: dict[str, Any] = {
@@ -84,6 +86,7 @@ class Ending:
                 State.STOPPING,
                 expect=expect,
                 token=token,
+                still=still,
                 data={"cause": facts["cause"], **({"by": killed_by} if killed_by else {})},
                 drop=("retry",),
                 **facts,

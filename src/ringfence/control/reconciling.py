@@ -301,7 +301,13 @@ class Reconciler:
             return
         if sandbox.deadline and sandbox.deadline <= now:
             detail = f"it was to end {sandbox.deadline - sandbox.started:.0f} s after its start"
-            await self.ending.end(sandbox, Cause.DEADLINE, detail=detail, expect=ENDABLE)
+            await self.ending.end(
+                sandbox,
+                Cause.DEADLINE,
+                detail=detail,
+                expect=ENDABLE,
+                still=lambda each: bool(each.deadline and each.deadline <= now),
+            )
             return
         if sandbox.state is not State.RUNNING or sandbox.idle is None:
             return
@@ -320,6 +326,7 @@ class Reconciler:
             Cause.IDLE,
             detail=f"nothing asked for it for {sandbox.idle:g} s",
             expect=(State.RUNNING,),
+            still=lambda each: each.idle is not None and self.links.last_used(each) + each.idle <= now,
         )
 
     async def _start_overdue(self, sandbox: Sandbox) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -218,12 +219,35 @@ async def test_what_is_idle_stops_by_policy(control: Control) -> None:
 
 async def test_what_is_used_is_not_idle_for_any_process(world: World) -> None:
     first, second = await world.control("api-1"), await world.control("api-2")
-    made = await first.sandboxes.create(ALICE, asked(idle=2.0, on_idle="stop"))
+    made = await first.sandboxes.create(ALICE, asked(idle=5.0, on_idle="stop"))
     async with first.using(made.id):
-        for _ in range(8):
+        for _ in range(14):
             await asyncio.sleep(0.5)
             assert (await second.sandboxes.get(ALICE, made.id)).state is State.RUNNING
     assert (await state_of(second, made.id, State.STOPPED)).cause == "idle"
+
+
+async def test_who_uses_or_extends_it_in_the_last_moment_wins(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await world.control("api-1"), await world.control("api-2")
+    made = await first.sandboxes.create(ALICE, asked(idle=600.0, on_idle="stop", timeout=600.0))
+    later = 1000.0
+    monkeypatch.setattr(second.core, "now", lambda: time.time() + later)
+
+    async def judged(sandbox: Sandbox) -> State:
+        await second.reconciler._due(sandbox)
+        return (await first.sandboxes.get(ALICE, made.id)).state
+
+    due = await second.core.get(made.id)
+    await first.sandboxes.extend(ALICE, made.id, 7200.0)
+    assert await judged(due) is State.RUNNING
+    due = await second.core.get(made.id)
+    await first.core.change(due, expect={State.RUNNING}, active=time.time() + later)
+    assert await judged(due) is State.RUNNING
+    later = 2000.0
+    assert await judged(due) in (State.STOPPING, State.STOPPED)  # by what was read first as well
+    assert (await state_of(first, made.id, State.STOPPED)).cause == "idle"
 
 
 async def test_deadlines_are_kept_after_a_restart(world: World) -> None:
