@@ -167,6 +167,11 @@ class NodeSandbox:
                 try:
                     await self.runtime.pause(self.handle)  # type: ignore[attr-defined]
                 except BaseException:
+                    from ringfence.node.saving import to_the_end
+
+                    # Cancelled in the middle it may stand still already, and nobody would let it go.
+                    with contextlib.suppress(RingfenceError, OSError):
+                        await to_the_end(self.runtime.resume(self.handle))  # type: ignore[attr-defined]
                     self.mark("paused", None)
                     raise
 
@@ -285,16 +290,26 @@ class NodeSandbox:
         Raises:
             WrongState: the wall has ended and its layer is gone with it.
         """
-        return await asyncio.to_thread(self._changes)
+        self._keep_upper()
+        # Its own: the sandbox may end meanwhile, and its descriptor be another sandbox's by then.
+        upper = os.dup(self._upper) if self._upper is not None else -1
+        work = asyncio.ensure_future(asyncio.to_thread(self._changes, upper))
 
-    def _changes(self) -> Changes:
+        def done(_: object) -> None:
+            if upper >= 0:
+                os.close(upper)
+            work.cancelled() or work.exception()  # of interest to nobody if the caller is gone
+
+        work.add_done_callback(done)
+        return await asyncio.shield(work)
+
+    def _changes(self, upper: int) -> Changes:
         from ringfence.node import changes
 
         if isinstance(self.runtime, Layered) and self.runtime.capabilities().overlay:
-            self._keep_upper()
-            if self._upper is None:
+            if upper < 0:
                 raise WrongState(f"the files of {self.id} are gone with its wall")
-            return changes.of_upper(self._upper, self.root.lowers)
+            return changes.of_upper(upper, self.root.lowers)
         if self.runtime.boundary in (Boundary.HARDWARE, Boundary.EMULATED):
             raise Unsupported(
                 f"{self.runtime.name} can't tell what changed: the disk is its guest's alone",
@@ -399,7 +414,7 @@ class NodeSandbox:
             end = await self._follow(process, on_output, kills)
         except BaseException:
             # Whoever waits no longer (Ctrl-C, a deadline of the caller's) does not want it to run on either.
-            with contextlib.suppress(RingfenceError, asyncio.CancelledError):
+            with contextlib.suppress(RingfenceError, TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(process.signal(signal.SIGKILL), 1.0)
             raise
         finally:

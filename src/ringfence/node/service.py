@@ -359,7 +359,6 @@ class Node:
     ) -> NodeSandbox:
         policy = request.policy
         size, process = policy.wall.resources, policy.wall.process
-        made.folder = folder = self.state.take_folder(made.name)
         if self.root:
             made.range = self.ranges.take()
         template = self.template_of(request)
@@ -368,14 +367,17 @@ class Node:
             template.skeleton(process.user)
         else:
             await asyncio.to_thread(template.skeleton, process.user)
+        launcher = await self.launcher()
         started, deadline = time.time(), supervising.now() + policy.door.limits.timeout
+        # Nothing is waited for until the journal is begun: a folder without one is swept in seconds.
+        made.folder = folder = self.state.take_folder(made.name)
         record: dict[str, Any] = {
             "id": made.name,
             "owner": self.state.owner,
             "boot": self.boot,
             "runtime": runtime.name,
             "keep": request.keep,
-            "launcher": await self.launcher(),
+            "launcher": launcher,
             "range": made.range,
             "started": started,
             "deadline": deadline,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from ringfence.conformance.harness import eventually
 from ringfence.model.errors import WrongState
 from ringfence.model.levels import Cause
 from ringfence.model.policy import MIB, Filesystem
+from ringfence.node import changes
 from ringfence.node.sandboxes import NodeSandbox
 from support.nodes import run
 
@@ -75,7 +80,7 @@ async def test_modified_and_deleted_by_the_sandboxs_root(one: Make) -> None:
 
 
 async def test_of_a_run_that_was_killed(one: Make) -> None:
-    sandbox = await one(timeout=3)
+    sandbox = await one(timeout=6)
     result, _ = await run(sandbox, "sh", "-c", "echo x > /workspace/before; sleep 60")
     assert result.end.cause is Cause.DEADLINE
     assert kinds(await sandbox.changes()) == {"/workspace/before": "added file"}
@@ -157,3 +162,41 @@ async def test_the_upper_layer_is_complete_in_itself(one: Make, runtime: str) ->
     ]
     assert options
     assert all("redirect_dir=nofollow" in words for words in options)
+
+
+async def test_the_layer_is_its_own_until_all_is_told(one: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await one()
+    await run(sandbox, "sh", "-c", "echo x > /workspace/file")
+    walking, ended = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def slowly(upper: int, lowers: tuple[str, ...]) -> object:
+        before = os.fstat(upper).st_ino
+        walking.set()
+        assert ended.wait(60)
+        seen.extend((upper, before, os.fstat(upper).st_ino))
+        return of_upper(upper, lowers)
+
+    of_upper = changes.of_upper
+    monkeypatch.setattr(changes, "of_upper", slowly)
+    telling = asyncio.create_task(sandbox.changes())
+    await asyncio.to_thread(walking.wait, 60)
+    await sandbox.destroy()
+    others = [os.open("/", os.O_RDONLY | os.O_CLOEXEC) for _ in range(64)]  # takes every number that is free
+    telling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await telling
+    ended.set()
+    await eventually(lambda: len(seen) == 3, "the walk does not end")
+    upper, before, after = seen
+    assert before == after
+    assert upper not in others
+    for each in others:
+        os.close(each)
+
+    def closed() -> bool:
+        with contextlib.suppress(OSError):
+            return os.fstat(upper).st_ino != before
+        return True
+
+    await eventually(closed, "its descriptor stays open")

@@ -27,10 +27,12 @@ from ringfence.model.levels import Cause, Level
 from ringfence.model.policy import Filesystem, Isolation, Mount, Network, Policy, Resources
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import cgroups, disks, journal, service
+from ringfence.node.commands import NodeProcess
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.service import Node
 from ringfence.node.state import StateRoot
 from ringfence.node.templates import HostTemplate
+from ringfence.runtimes.launching import freezing
 from support.leaks import Leaks
 from support.nodes import ask, groups_of, run
 
@@ -329,7 +331,10 @@ async def test_without_any_cgroup_limits_are_polled_and_said_to_be(
         assert boundary.limits["memory"] == boundary.limits["cpu_time"] == "polled"
         assert boundary.limits["pids"] == "rlimit"
         assert any("none here" in note and "get some" in note for note in boundary.notes)
-        code = "import time\nx = []\nfor _ in range(60): x.append(b'x' * (4 << 20)); time.sleep(0.02)"
+        code = (
+            "import time\nx = []\nfor _ in range(60): x.append(b'x' * (4 << 20)); time.sleep(0.02)\n"
+            "time.sleep(60)"  # whoever looks at it may be late
+        )
         result, _ = await run(sandbox, "python3", "-c", code)
         assert (result.end.cause, result.end.exit_code) == (Cause.OUT_OF_MEMORY, 137)
         await sandbox.destroy()
@@ -371,4 +376,70 @@ async def test_who_sees_no_other_processes_takes_no_others_groups(
     told, _ = await child.communicate()
     assert child.returncode == 0 and told == b"True\n", "it saw it"
     assert (await run(sandbox, "echo", "on"))[1] == "on\n"
+    await sandbox.destroy()
+
+
+async def test_a_folder_has_its_journal_before_anything_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without a journal is swept when it is seconds old: a template's first use may take as long."""
+    taken: list[asyncio.Handle] = []
+    loop = asyncio.get_running_loop()
+    take, begin = StateRoot.take_folder, journal.Journal.begin
+
+    def folder(*arguments: Any) -> Path:
+        taken.append(loop.call_soon(taken.clear))  # as soon as anything is waited for
+        return take(*arguments)
+
+    def noted(*arguments: Any) -> Any:
+        assert taken, "the event loop turned between folder and journal"
+        return begin(*arguments)
+
+    launcher = node.launcher
+
+    async def slow_launcher() -> Any:
+        await asyncio.sleep(0.05)
+        return await launcher()
+
+    monkeypatch.setattr(node, "launcher", slow_launcher)
+    monkeypatch.setattr(StateRoot, "take_folder", folder)
+    monkeypatch.setattr(journal.Journal, "begin", noted)
+    sandbox = await node.create(ask())
+    await sandbox.destroy()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is sure to have a freezer")
+async def test_a_pause_that_is_cancelled_in_the_middle_is_taken_back(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = await node.create(ask())
+    reached = freezing._reached
+    monkeypatch.setattr(freezing, "_reached", lambda path, frozen: not frozen and reached(path, frozen))
+    pausing = asyncio.create_task(sandbox.pause())
+    switch = freezing._switch(sandbox.group.place().agent)
+    assert switch is not None
+    await eventually(lambda: reached(switch[0], True), "nothing is frozen")
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    assert not sandbox.paused
+    assert (await run(sandbox, "echo", "alive"))[1] == "alive\n"
+    await sandbox.destroy()
+
+
+async def test_a_run_whose_guest_is_mute_can_be_cancelled(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = await node.create(ask())
+    running = asyncio.create_task(run(sandbox, "sleep", "600"))
+    await eventually(lambda: bool(sandbox._commands), "it does not begin")
+    await asyncio.sleep(0.5)
+
+    async def mute(*_: object) -> None:
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(NodeProcess, "signal", mute)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     await sandbox.destroy()
