@@ -18,12 +18,13 @@ import shutil
 import stat
 from collections.abc import Iterator
 
-from ringfence.model.errors import GuestError, RingfenceError, RuntimeUnavailable, StartFailed, Unsupported
+from ringfence.model.errors import GuestError, RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import DEVPTS, STAGE, RuntimeContext
 from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
+from ringfence.runtimes.launching.foreign import version_of
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.guestargs import agent_arguments, environment
 from ringfence.runtimes.launching.launcher import Child
@@ -92,7 +93,7 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
                 reason="bwrap is not installed",
                 remedy="apt-get install bubblewrap",
             )
-        version = await _version(self.program)
+        version = (await version_of(self.program)).strip().rpartition(" ")[2]
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
         known = tuple(name for since, fixed, name in _VULNERABILITIES if since <= numbers < fixed)
         if numbers < OLDEST:
@@ -461,14 +462,3 @@ def _hint(text: str) -> str:
     from ringfence.runtimes.launching.hints import user_namespace_hint
 
     return user_namespace_hint() if "namespace" in text or "uid map" in text or "Permission" in text else ""
-
-
-async def _version(program: str) -> str:
-    try:
-        process = await asyncio.create_subprocess_exec(
-            program, "--version", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-        )
-        output, _ = await asyncio.wait_for(process.communicate(), 5)
-    except (OSError, TimeoutError, RingfenceError):
-        return ""
-    return output.decode(errors="replace").strip().rpartition(" ")[2]

@@ -213,8 +213,8 @@ class GvisorRuntime(ForeignRuntime):
     async def _version(self) -> str:
         if not self._known_version:
             found = re.search(r"runsc version (\S+)", await version_of(str(self.program)))
-            self._known_version = found.group(1) if found else "?"
-        return self._known_version
+            self._known_version = found.group(1) if found else ""  # asked again: it may have been too slow
+        return self._known_version or "?"
 
     # -- starting
 

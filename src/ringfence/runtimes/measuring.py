@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import NamedTuple, Protocol
 
@@ -77,11 +78,12 @@ def children(pid: int) -> list[int]:
     """Children of all threads of a process; empty if it has ended."""
     found: list[int] = []
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(word) for word in file.read().split()]
+        threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        pass
+        return found
+    for thread in threads:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += [int(word) for word in file.read().split()]
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 from ringfence.model.errors import Unsupported
 from ringfence.runtimes import bubblewrap, measuring
 from ringfence.runtimes.contract import Bind, Disk, RootFs
-from ringfence.runtimes.launching import freezing, sockets
+from ringfence.runtimes.launching import foreign, freezing, sockets
 from ringfence.runtimes.launching.processes import ProcessRef, birth_of, boot_id
 from ringfence.runtimes.launching.steps import writable_folders
 
@@ -141,3 +141,14 @@ def test_a_process_tree_has_the_descendants() -> None:
         for pid in measuring.tree(child.pid):
             os.kill(pid, 9)
         child.communicate()
+
+
+async def test_a_program_that_hangs_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, pid = tmp_path / "program", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(foreign, "_VERSION_TIMEOUT", 2.0)
+    assert await foreign.version_of(str(program)) == ""
+    assert not Path(f"/proc/{int(pid.read_text())}").exists()
+    program.write_text("#!/bin/sh\necho program 1.2.3\n")
+    assert await foreign.version_of(str(program)) == "program 1.2.3\n"

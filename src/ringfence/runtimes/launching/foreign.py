@@ -34,6 +34,7 @@ from ringfence.runtimes.launching.processes import ProcessRef
 
 START_TIMEOUT = 15.0  # seconds until the agent behind the program must answer
 LISTEN = 3  # the agent's listening socket; the workload's cgroups follow
+_VERSION_TIMEOUT = 30.0  # seconds; from a cold disk it takes some
 _MOST_TEXT = 8192  # bytes of a program's own messages
 
 
@@ -283,7 +284,7 @@ def pipe(opened: list[int]) -> tuple[int, int]:
 
 
 async def version_of(program: str, *arguments: str) -> str:
-    """What a program says about its version, all of it; empty if it does not start."""
+    """What a program says about its version, all of it; empty if it does not start, or hangs."""
     try:
         process = await asyncio.create_subprocess_exec(
             program,
@@ -292,9 +293,17 @@ async def version_of(program: str, *arguments: str) -> str:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        output, _ = await asyncio.wait_for(process.communicate(), 5)
-    except (OSError, TimeoutError):
+    except OSError:
         return ""
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _VERSION_TIMEOUT)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        if isinstance(error, OSError | TimeoutError):
+            return ""
+        raise
     return output.decode(errors="replace")
 
 

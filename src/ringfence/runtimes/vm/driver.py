@@ -233,8 +233,8 @@ class QemuRuntime(LaunchedRuntime):
         if not self._known_version:
             assert self.program is not None
             found = re.search(r"version (\S+)", await version_of(self.program))
-            self._known_version = found.group(1) if found else "?"
-        return self._known_version
+            self._known_version = found.group(1) if found else ""  # asked again: it may have been too slow
+        return self._known_version or "?"
 
     # -- starting
 
