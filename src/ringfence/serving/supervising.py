@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -314,7 +315,11 @@ def listen_unix(path: Path) -> socket.socket:
         HostLimit: somebody listens there, or it can't be made.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    folder = -1
     try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Of several at once each would take what another has bound, and not yet listens on, for left over.
+        fcntl.flock(folder, fcntl.LOCK_EX)
         if path.is_socket():
             probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -337,6 +342,9 @@ def listen_unix(path: Path) -> socket.socket:
     except BaseException:
         sock.close()
         raise
+    finally:
+        if folder >= 0:
+            os.close(folder)
     return sock
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringfence.model.errors import HostLimit
-from ringfence.serving.supervising import Child
+from ringfence.serving.supervising import Child, listen_unix
 
 
 async def test_one_that_ends_instead_of_starting_is_let_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,3 +55,22 @@ async def test_one_that_never_ends_is_killed(monkeypatch: pytest.MonkeyPatch) ->
         await child.begin()
     assert child.process is not None
     assert child.process.returncode == -9
+
+
+def test_one_at_a_time_looks_whether_somebody_listens(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(listen_unix, path) for _ in range(2)]
+        time.sleep(0.3)
+        assert not path.exists()
+        os.close(folder)
+        found = [each.exception() or each.result() for each in both]
+    (listening,) = [each for each in found if isinstance(each, socket.socket)]
+    (refused,) = [each for each in found if isinstance(each, HostLimit)]
+    assert "somebody listens" in str(refused)
+    with socket.socket(socket.AF_UNIX) as dialled:
+        dialled.connect(str(path))
+    listening.close()
+    listen_unix(path).close()  # what is left over is replaced
