@@ -262,13 +262,15 @@ def test_other_signals_are_passed_on(ringfence):
 
 
 def test_stop_and_continue(ringfence):
-    script = "echo ready; i=0; while [ $i -lt 20 ]; do i=$((i+1)); sleep 0.05; done; echo over"
+    script = "echo ready; read line; echo over"
     process = ringfence.start("run", "--", "sh", "-c", script, start_new_session=True)
     started(process)
     process.send_signal(signal.SIGTSTP)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     process.send_signal(signal.SIGCONT)
+    process.stdin.write(b"on\n")
+    process.stdin.flush()
     code, out, _ = finish(process)
     assert (code, out) == (0, b"over\n")
 

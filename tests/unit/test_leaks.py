@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,8 @@ def test_a_child_of_a_dead_python_is_found():
     code = "import subprocess,os; subprocess.Popen(['sleep','61']); os._exit(0)"
     with Leaks() as leaks:
         subprocess.run([sys.executable, "-c", code], check=True)
-        found = [p for p in leaks.processes() if "sleep 61" in p.command]
-        assert found
+        end = time.monotonic() + 60
+        while not (found := [p for p in leaks.processes() if "sleep 61" in p.command]):
+            assert time.monotonic() < end  # it has a command line a moment after it has begun
+            time.sleep(0.005)
         os.kill(found[0].pid, 9)

@@ -113,7 +113,7 @@ def test_quiesce_and_wake(walled: Wall, client: Client) -> None:
     assert client.frame(channel).payload[9:] == b"before "
     first = client.hello
     other = walled.client()
-    assert numbers(other.call(QUIESCE, (1, 10_000)))[1] == 1
+    assert numbers(other.call(QUIESCE, (1, 25_000)))[1] == 1
     for link in (client, other):
         with pytest.raises(EOFError):
             link.until_closed()
@@ -146,7 +146,7 @@ def test_wake_by_descriptor() -> None:
     with wall(f"wake={read}") as walled:
         os.close(read)
         client = walled.client()
-        client.call(QUIESCE)
+        client.call(QUIESCE, (1, 25_000))
         with pytest.raises(EOFError):
             client.receive()
         os.close(write)
@@ -162,7 +162,7 @@ def test_shutdown(walled: Wall) -> None:
             channel = client.open(1, (1, name), *argv("sh", "-c", script))
             client.reply(channel)
             assert client.frame(channel).payload[9:] == b"up\n"
-        client.call(SHUTDOWN, (1, 500))
+        client.call(SHUTDOWN, (1, 4000))
         ended = follow(client, 1)
         assert bytes(ended.out[1][ended.first[1] - ended.first[1] :]) == b"bye\n"
         assert ended.code == 5
@@ -205,7 +205,7 @@ def test_it_can_bind_its_socket_itself(tmp_path: Path) -> None:
         while not path.exists():
             assert walled.alive()
         client = again(walled)
-        client.call(QUIESCE)
+        client.call(QUIESCE, (1, 25_000))
         with pytest.raises(EOFError):
             client.receive()
         while path.exists():

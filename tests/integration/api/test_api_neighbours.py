@@ -42,7 +42,7 @@ def mute(service: Serving) -> Iterator[str]:
     id = str(service.sandbox(owner)["id"])
     mark = f"{10**8 + uuid.uuid4().int % 10**8}.25"
     for number in range(MANY):
-        body = {"argv": ["sleep", mark], "id": f"c{number}", "wait": False, "detached": True, "timeout": 2}
+        body = {"argv": ["sleep", mark], "id": f"c{number}", "wait": False, "detached": True, "timeout": 6}
         assert owner.post(f"/v1/sandboxes/{id}/processes", json=body).status_code == 201
     agent = int(eventually(lambda: agent_of(mark), "the agent"))
     os.kill(agent, signal.SIGSTOP)
@@ -63,7 +63,7 @@ def mute(service: Serving) -> Iterator[str]:
 def test_a_mute_agent_holds_up_nobody_elses_deadline(service: Serving, mute: str) -> None:
     box = service.sandbox()["id"]
     # Due later than those of the mute one: only then is it in line behind them.
-    body = {"argv": ["sleep", "600"], "id": "mine", "wait": False, "timeout": 4}
+    body = {"argv": ["sleep", "600"], "id": "mine", "wait": False, "timeout": 9}
     assert service.http.post(f"/v1/sandboxes/{box}/processes", json=body).status_code == 201
     path = f"/v1/sandboxes/{box}/processes/mine"
     eventually(lambda: service.http.get(path).json()["state"] != "running", "its own deadline", 60)

@@ -36,7 +36,7 @@ async def run(control: Control, id: str, command: str) -> bytes:
 
 @ROOT
 async def test_sleep_and_waking_keep_what_runs(control: Control) -> None:
-    made = await control.sandboxes.create(ALICE, asked(idle=1.0))
+    made = await control.sandboxes.create(ALICE, asked(idle=3.0))
     assert await run(control, made.id, "echo kept > /workspace/file; cat /workspace/file") == b"kept\n"
     await control.sandboxes.wait_for(ALICE, made.id, {State.PAUSED}, 90)
     assert await run(control, made.id, "cat /workspace/file") == b"kept\n"
@@ -44,7 +44,7 @@ async def test_sleep_and_waking_keep_what_runs(control: Control) -> None:
 
 
 async def test_the_end_of_the_wall_ends_the_sandbox(control: Control) -> None:
-    made = await control.sandboxes.create(ALICE, asked(timeout=3.0))
+    made = await control.sandboxes.create(ALICE, asked(timeout=8.0))
     link = await control.new_link(ALICE, made.id)
     try:
         process = await link.start(ProcessSpec(("/bin/sleep", "600")))

@@ -229,6 +229,7 @@ async def test_a_disk_that_hangs(tmp_path: Path) -> None:
         assert refused.value.details["cause"] == "timeout" and refused.value.hint
     hold.set()
     await hanging
+    store._answers = PATIENCE
     assert await store.counter("c") == 0
     await store.commit(Add("c", 1))
     assert await store.counter("c") == 1

@@ -173,9 +173,9 @@ class TestFaults:
         await self.fails(bench, "Failed to create the jail root directory")
 
     async def test_it_hangs(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ringfence.runtimes.firecracker.saving.TIMEOUT", 1.0)
+        monkeypatch.setattr("ringfence.runtimes.firecracker.saving.TIMEOUT", 4.0)
         bench.faults(hang="/machine-config")
-        await self.fails(bench, "does not answer PUT /machine-config within 1 s")
+        await self.fails(bench, "does not answer PUT /machine-config within 4 s")
 
     async def test_it_never_listens(self, bench: Bench) -> None:
         bench.driver.api_timeout = 1.0

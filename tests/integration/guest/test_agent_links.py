@@ -280,7 +280,7 @@ async def test_the_client_leaves_no_descriptor(agent: BareAgent) -> None:
         broken = await agent.link()
         broken._wire.abort()
         await broken.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_the_end_of_the_sandbox_reaches_every_waiter(agent: BareAgent, link: GuestLink) -> None:

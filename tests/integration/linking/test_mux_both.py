@@ -202,7 +202,7 @@ def test_a_sleep_ends_the_links_and_the_next_epoch_is_found() -> None:
     with muxed_agent() as agent, linked(agent.host) as link:
         client, other = link.client(), link.client()
         client.reply(client.open(1, (1, "kept"), *argv("sleep", "1000")))
-        assert numbers(client.call(50))[1] == 1
+        assert numbers(client.call(50, (1, 25_000)))[1] == 1
         for each in (client, other):
             with pytest.raises(EOFError):
                 each.until_closed()

@@ -204,7 +204,7 @@ def test_files_are_kept_open_of_a_few_groups_and_closed_with_them() -> None:
     assert len(held) == min(MOST_HELD, limit)
     assert set(held[0].held) >= {*held[0].place().agent, *held[0].place().work}
     pool.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert not [name for name in found.names() if name.startswith(f"test.{os.getpid()}")]
 
 

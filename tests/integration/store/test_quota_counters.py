@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,8 @@ async def test_counted_and_given_back(store: Store, quotas: Quotas) -> None:
 )
 async def test_each_limit(store: Store, quotas: Quotas, limits: dict[str, Any], word: str) -> None:
     await quotas.set("p", limits)
+    while "creates" in limits and time.time() % 60 > 50:  # its minutes are the clock's
+        await asyncio.sleep(0.1)
     for _ in range(2):
         await store.commit(*await quotas.admission("p", SMALL))
     with pytest.raises(QuotaExceeded, match=word) as refused:

@@ -392,7 +392,7 @@ async def test_descriptors_are_never_received() -> None:
             received += len(piece.data)
             if received == 50:
                 break
-        assert count() == before
+        assert count() <= before
 
 
 async def test_a_guest_that_pings_and_never_reads_is_cut_off() -> None:

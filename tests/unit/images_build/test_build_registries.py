@@ -209,7 +209,7 @@ def test_what_skopeo_is_given_lies_in_memory_and_is_gone(home: Path) -> None:
     with given("a.example/x:1", settings) as made:
         conf, authfile = (Path(path).read_text() for path in (made.before[1], made.after[1]))
         assert len(made.descriptors) == 2
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert json.loads(authfile) == {
         "auths": {"a.example": {"auth": auth()}, "m.example": {"auth": auth("m")}}
     }

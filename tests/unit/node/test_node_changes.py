@@ -200,7 +200,7 @@ def test_depth_is_bounded(layers: Layers) -> None:
         found = layers.read()
     finally:
         subprocess.run(["rm", "-rf", str(layers.upper)], check=True)  # too deep for pytest's own cleaning
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert len(found) == 200
     assert "deeper" in found.cut[0]
 

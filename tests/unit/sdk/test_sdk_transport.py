@@ -106,7 +106,7 @@ async def test_what_is_wrong_is_not_repeated() -> None:
 
 
 async def test_repeating_ends() -> None:
-    async with scripted(DROP) as server, transport(server, retry_for=0.3) as wire:
+    async with scripted(DROP) as server, transport(server, retry_for=2.0) as wire:
         with pytest.raises(ServiceUnreachable):
             await wire.call("GET", "/v1/x")
     assert len(server.requests) >= 2

@@ -50,7 +50,10 @@ class LimitSuite(RuntimeSuite):
     async def test_memory(self, kit: Kit) -> None:
         sandbox = await kit.sandbox(memory=64 * MIB, disk=16 * MIB)
         # Slow enough for a watchdog that looks ten times a second; a cgroup needs no such help.
-        code = "import time\nx=[]\nfor n in range(400):\n x.append(bytearray(1<<20)); time.sleep(0.005)"
+        code = (
+            "import time\nx=[]\nfor n in range(400):\n x.append(bytearray(1<<20)); time.sleep(0.005)\n"
+            "time.sleep(60)"
+        )
         result, _ = await node_run(sandbox, *script(code))
         assert (result.end.cause, result.end.exit_code) == (Cause.OUT_OF_MEMORY, 137), result
         # A kernel of the sandbox's own is the only one that knows.
