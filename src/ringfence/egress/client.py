@@ -253,6 +253,7 @@ class Doors:
                 raise
 
     async def _open(self, spec: DoorSpec, dial: Dial) -> None:
+        before = self._specs.get(spec.sandbox)
         sock = await dial()
         descriptor = os.dup(sock.fileno())
         sock.close()
@@ -261,7 +262,23 @@ class Doors:
         self._number += 1
         opening = self._openings[spec.sandbox] = self._number
         await self._call("open", descriptor, spec=_values(spec), revoked=revoked, opening=opening)
+        if self._openings.get(spec.sandbox) != opening:  # closed meanwhile
+            await self._call("close", sandbox=spec.sandbox, keep=False)
+            raise NotFound(f"the door of sandbox {spec.sandbox} was closed meanwhile")
+        now = self._specs.get(spec.sandbox)
+        if now is before or now is None:
+            self._specs[spec.sandbox] = (spec, dial)
+            return
+        # Other rules, given meanwhile: the proxy may have had them before it opened the door with these.
+        newer = now[0]
+        budget, limits = newer.project_budget, newer.limits
+        spec = replace(
+            spec, network=newer.network, answers=newer.answers, project_budget=budget, limits=limits
+        )
         self._specs[spec.sandbox] = (spec, dial)
+        await self._call("update", sandbox=spec.sandbox, network=spec.network)
+        await self._call("limit", sandbox=spec.sandbox, budget=budget, limits=asdict(limits))
+        await self._call("remember", sandbox=spec.sandbox, answers=list(spec.answers))
 
     async def _ask_webhook(self, event: dict[str, Any]) -> None:
         """Post a question; an answer in the response is taken."""
@@ -314,8 +331,7 @@ class Doors:
         if sandbox not in self._specs:
             raise NotFound(f"no door is open for sandbox {sandbox}")
         await self._call("limit", sandbox=sandbox, budget=budget, limits=asdict(limits))
-        spec, dial = self._specs[sandbox]
-        self._specs[sandbox] = (replace(spec, project_budget=budget, limits=limits), dial)
+        self._changed(sandbox, project_budget=budget, limits=limits)
 
     async def update(self, sandbox: str, network: dict[str, Any]) -> int:
         """Other rules, for open connections too; returns how many ended by it. The old ones stay on error.
@@ -327,9 +343,13 @@ class Doors:
         if sandbox not in self._specs:
             raise NotFound(f"no door is open for sandbox {sandbox}")
         result = await self._call("update", sandbox=sandbox, network=network)
-        spec, dial = self._specs[sandbox]
-        self._specs[sandbox] = (replace(spec, network=network), dial)
+        self._changed(sandbox, network=network)
         return int(result["ended"])
+
+    def _changed(self, sandbox: str, **changes: Any) -> None:
+        if sandbox in self._specs:  # else it was closed meanwhile
+            spec, dial = self._specs[sandbox]
+            self._specs[sandbox] = (replace(spec, **changes), dial)
 
     async def close(self, sandbox: str, *, keep: bool = False) -> None:
         """Close a sandbox's door. Idempotent. ``keep``: it is opened again, maybe by another process: what
@@ -375,9 +395,8 @@ class Doors:
 
     def _add_answers(self, sandbox: str, answers: Iterable[str]) -> None:
         if sandbox in self._specs:
-            spec, dial = self._specs[sandbox]
-            known = tuple(dict.fromkeys((*spec.answers, *answers)))
-            self._specs[sandbox] = (replace(spec, answers=known), dial)
+            known = self._specs[sandbox][0].answers
+            self._changed(sandbox, answers=tuple(dict.fromkeys((*known, *answers))))
 
     async def remember(self, sandbox: str, answers: Iterable[str]) -> None:
         """Answers that were given elsewhere (``DoorSpec.answers``) hold at this door, too.

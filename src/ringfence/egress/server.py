@@ -223,7 +223,11 @@ class Server:
         opened = OpenDoor(self.engine, spec, self._lost, int(message.get("opening", 0)))
         opened.door.revoked |= {str(name) for name in message.get("revoked", ())}
         self.doors[spec.sandbox] = opened
-        return await self._attach(opened, descriptors)
+        result = await self._attach(opened, descriptors)
+        if self.doors.get(spec.sandbox) is not opened:  # closed while what is inside was waited for
+            await opened.close()
+            raise NotFound(f"the door of sandbox {spec.sandbox} was closed meanwhile")
+        return result
 
     async def _do_attach(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         return await self._attach(self._door(message), descriptors)

@@ -43,6 +43,8 @@ class _Held(NamedTuple):
     revoked: tuple[str, ...]
     quota: Quota
     answers: tuple[str, ...]
+    revision: int  # of the row that it was last made to follow
+    lock: asyncio.Lock
 
 
 class ServiceDoors:
@@ -122,7 +124,15 @@ class ServiceDoors:
         )
         placement = self._control.placement
         await self.doors.open(spec, lambda: placement.connect(sandbox.id))
-        self._open[sandbox.id] = _Held(sandbox.project, network, sandbox.revoked, quota, sandbox.answers)
+        self._open[sandbox.id] = _Held(
+            sandbox.project,
+            network,
+            sandbox.revoked,
+            quota,
+            sandbox.answers,
+            sandbox.revision,
+            asyncio.Lock(),
+        )
         try:
             own = await self.doors.ca(sandbox.id)  # for connections that are inspected
             link = await GuestLink.open(await placement.connect(sandbox.id))
@@ -141,25 +151,38 @@ class ServiceDoors:
         await self._control.store.release(_lease(id), self._owner)
 
     async def refresh(self, sandbox: Sandbox) -> None:
-        """Its rules may have changed."""
+        """Its rules may have changed. A row that is older than what the door follows is old news."""
         network = _network(sandbox)
         had = self._open.get(sandbox.id)
         if had is None or network is None:
             return
+        async with had.lock:
+            had = self._open.get(sandbox.id)
+            if had is not None and sandbox.revision >= had.revision:
+                await self._follow(sandbox, network, had)
+
+    async def _follow(self, sandbox: Sandbox, network: Mapping[str, Any], had: _Held) -> None:
+        def note(**changes: Any) -> None:
+            nonlocal had
+            new = had._replace(**changes)
+            if self._open.get(sandbox.id) is had:  # else it was closed meanwhile
+                self._open[sandbox.id] = new
+            had = new
+
         if had.revoked != sandbox.revoked:  # first what takes something away
             await self.doors.revoke(sandbox.id, sandbox.revoked)
-            had = self._open[sandbox.id] = had._replace(revoked=sandbox.revoked)
+            note(revoked=sandbox.revoked)
         if had.answers != sandbox.answers:  # given while the door was being taken over
             await self.doors.remember(sandbox.id, sandbox.answers)
-            had = self._open[sandbox.id] = had._replace(answers=sandbox.answers)
+            note(answers=sandbox.answers)
         quota = await self._quota_of(sandbox.project)
         if had.quota != quota:
             await self.shares.cover(sandbox.project, quota)
             await self.doors.limit(sandbox.id, _budget(quota), _limits(quota))
-            had = self._open[sandbox.id] = had._replace(quota=quota)
+            note(quota=quota)
         if had.network != network:
             await self.doors.update(sandbox.id, dict(network))
-            self._open[sandbox.id] = had._replace(network=network)
+        note(network=network, revision=sandbox.revision)
 
     async def _quota_of(self, project: str) -> Quota:
         return Quota() if self._quota is None else await self._quota(project)
@@ -285,6 +308,7 @@ class ServiceDoors:
         try:
             async with asyncio.timeout(TAKING):
                 await self._begin(sandbox, network)
+            await self.refresh(await self._control.core.get(sandbox.id))  # read before it was opened
             # Whoever had it may have died between a reset and what the template starts.
             await self._control.placement.bring_up(sandbox.id)
         except GuestRefused as error:
