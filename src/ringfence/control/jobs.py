@@ -272,20 +272,22 @@ class Jobs:
             return
         reader = LogReader(files.log(id, number), streams)
         while True:
-            over = job.state in FINAL or number < len(job.attempts)
+            # What is over now has said all that it will say: judged before it is read.
+            over, earlier = job.state in FINAL, number < len(job.attempts)
             for piece in (found := await asyncio.to_thread(reader.more)):
                 yield piece
             if found:
                 continue
-            if over or not follow:
+            if earlier and follow and attempt is None:
+                number += 1
+                reader = LogReader(files.log(id, number), streams)
+                continue
+            if over or earlier or not follow:
                 return
             await asyncio.sleep(_FOLLOW)
             job = await self.get(principal, id)
             if number == 0 and job.attempts:
-                number = len(job.attempts) if attempt is None else attempt
-                reader = LogReader(files.log(id, number), streams)
-            elif attempt is None and number < len(job.attempts) and not await asyncio.to_thread(reader.more):
-                number += 1
+                number = 1
                 reader = LogReader(files.log(id, number), streams)
 
     async def _elsewhere(

@@ -159,7 +159,9 @@ class Runner:
             if float(row.document["deadline"]) <= now:
                 with contextlib.suppress(Conflict):
                     await self._end(row, FAILED, cause="deadline", detail="its time was over")
-        ready = [row for row in waiting if (row.due or 0) <= now < float(row.document["deadline"])]
+        # What an attempt leaves behind is removed after its end is known: the next one waits for that.
+        free = [row for row in waiting if row.id not in self._running]
+        ready = [row for row in free if (row.due or 0) <= now < float(row.document["deadline"])]
         ready.sort(key=lambda row: (-int(row.document["priority"]), row.id))
         while ready and room > 0:
             # Stable: the first of that project. Of those with as many running, whose turn is longest ago.
@@ -200,12 +202,12 @@ class Runner:
         self._stops[row.id] = asyncio.Event()
         task = asyncio.get_running_loop().create_task(self._attempt(mine, token))
         self._running[row.id] = task
-        task.add_done_callback(lambda _: self._done(row.id, token))
+        task.add_done_callback(lambda task: self._done(row.id, token, task))
         return True
 
-    def _done(self, id: str, token: str) -> None:
-        self._running.pop(id, None)
-        self._stops.pop(id, None)
+    def _done(self, id: str, token: str, task: asyncio.Task[None]) -> None:
+        if self._running.get(id) is task:
+            del self._running[id], self._stops[id]
         self.core.done(token)
         self._wake.set()
 
@@ -493,8 +495,13 @@ class Runner:
         """Back into the queue, as if it had not been taken."""
 
         def new(had: Row) -> tuple[Row, str]:
+            if had.state != RUNNING or had.document.get("actor") != row.document["actor"]:
+                raise _TakenOver(f"another process goes on with job {row.id}")
             document = {name: value for name, value in had.document.items() if name != "actor"}
             document |= {"attempts": document["attempts"][:-1], "left": int(document["left"]) + 1}
+            if document.get("cancel"):
+                ended = self.jobs.ended(replace(had, document=document), CANCELLED, cause="cancelled")
+                return ended, CANCELLED
             return replace(had, state=QUEUED, due=self.core.now() + seconds, document=document), "waiting"
 
         await self.jobs.change(row.id, new)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from ringfence.control.core import Core
 from ringfence.control.records import KIND, Sandbox
 from ringfence.guest.link import GuestLink
-from ringfence.model.errors import LinkLost, NotFound, RingfenceError
+from ringfence.model.errors import LinkLost, NotFound, RingfenceError, WrongState
 from ringfence.model.states import FINAL, State
 from ringfence.store.contract import Row
 
@@ -176,10 +176,15 @@ class Links:
 
     async def _flush(self, sandbox: Sandbox) -> None:
         with contextlib.suppress(RingfenceError):
-            fresh = await self.core.change(
-                sandbox, expect={State.RUNNING}, active=self._active.get(sandbox.id, self.core.now())
-            )
-            self.saw(fresh)
+            try:
+                fresh = await self.core.change(
+                    sandbox, expect={State.RUNNING}, active=self._active.get(sandbox.id, self.core.now())
+                )
+            except WrongState:
+                self.changed(sandbox.id)
+                await self.touch(sandbox.id)  # it fell asleep in the moment in which it was used
+            else:
+                self.saw(fresh)
 
     def last_used(self, sandbox: Sandbox) -> float:
         """When it was used last, as far as this process knows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,8 +60,12 @@ class Powers:
 
     # -- pause and resume
 
-    async def pause(self, sandbox: Sandbox, *, asleep: bool = False) -> Sandbox:
-        """``running`` to ``paused``. ``asleep``: for being idle, so that traffic resumes it. Idempotent."""
+    async def pause(
+        self, sandbox: Sandbox, *, asleep: bool = False, still: Callable[[Sandbox], bool] | None = None
+    ) -> Sandbox:
+        """``running`` to ``paused``. ``asleep``: for being idle, so that traffic resumes it; ``still``: see
+        :meth:`Core.change`. Idempotent.
+        """
         core = self.core
         async with core.alone(sandbox.id):
             sandbox = await core.get(sandbox.id)
@@ -73,7 +77,7 @@ class Powers:
             token = core.token()
             try:
                 sandbox = await core.change(
-                    sandbox, State.PAUSING, expect={State.RUNNING}, actor=token, asleep=asleep
+                    sandbox, State.PAUSING, expect={State.RUNNING}, still=still, actor=token, asleep=asleep
                 )
                 return await self.finish_pause(sandbox, token)
             finally:

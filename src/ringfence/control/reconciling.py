@@ -187,14 +187,22 @@ class Reconciler:
             end = dict(placed.end or {})
             cause = end.get("cause") or Cause.RUNTIME_CRASH.value
             await self.ending.end(sandbox, cause, end={"cause": cause, **end}, expect=(state,))
-        elif placed.state == "paused" and state is State.RUNNING:
-            await self.core.placement.resume(sandbox.id)
-        elif placed.state == "running" and state is State.PAUSED:
-            await self.core.placement.pause(sandbox.id)
+        elif (placed.state, state) in (("paused", State.RUNNING), ("running", State.PAUSED)):
+            await self._stilled(sandbox.id)
         elif placed.node != sandbox.node and state not in (State.WARM, State.WARMING):
             await self.core.change(
                 sandbox, expect={state}, event="adopted", node=placed.node, address=placed.address
             )
+
+    async def _stilled(self, id: str) -> None:
+        """Let it stand still or go on, as its row says: both are read anew, with nobody else at it."""
+        core = self.core
+        async with core.alone(id):
+            placed, sandbox = await core.placement.get(id), await core.get(id)
+            if placed.state == "paused" and sandbox.state is State.RUNNING:
+                await core.placement.resume(id)
+            elif placed.state == "running" and sandbox.state is State.PAUSED:
+                await core.placement.pause(id)
 
     async def _missing(self, sandbox: Sandbox) -> None:
         """It should exist and does not: lost, if that stays so."""
@@ -315,9 +323,17 @@ class Reconciler:
         if used + sandbox.idle > now:
             await core.change(sandbox, expect={State.RUNNING}, active=used)
             return
+
+        def still(each: Sandbox) -> bool:
+            return each.idle is not None and self.links.last_used(each) + each.idle <= now
+
         if sandbox.on_idle == "pause":
             try:
-                await self.powers.pause(sandbox, asleep=True)
+                paused = await self.powers.pause(sandbox, asleep=True, still=still)
+                if not still(paused):  # used in the moment in which it fell asleep
+                    await self.powers.resume(paused)
+                return
+            except WrongState:
                 return
             except Unsupported:
                 pass  # what can't be paused is stopped: the policy bounds what an idle sandbox costs
@@ -326,7 +342,7 @@ class Reconciler:
             Cause.IDLE,
             detail=f"nothing asked for it for {sandbox.idle:g} s",
             expect=(State.RUNNING,),
-            still=lambda each: each.idle is not None and self.links.last_used(each) + each.idle <= now,
+            still=still,
         )
 
     async def _start_overdue(self, sandbox: Sandbox) -> None:

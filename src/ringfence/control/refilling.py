@@ -291,6 +291,8 @@ class Refilling:
     async def _note(self, pool: Pool, **facts: Any) -> None:
         with contextlib.suppress(RingfenceError):
             row = await self.core.store.get(POOL, pool.id)
+            if (row.document["template"], row.document["policy"]) != (pool.template, pool.policy):
+                return  # its owner has changed what members are made of: this was one of the old ones
             event = Event(
                 POOL,
                 pool.id,

@@ -6,16 +6,19 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringfence.control.jobs import FINAL, Job, JobSpec
+from ringfence.control.jobs import CANCELLED, FINAL, KIND, RUNNING, Job, JobSpec
+from ringfence.control.jobs_running import _TakenOver
 from ringfence.control.principals import Principal
 from ringfence.control.quotas import Quotas
 from ringfence.control.service import Control
 from ringfence.model.errors import NotFound, QuotaExceeded, Unsupported
+from ringfence.store.contract import Put, Row
 from support.postgres import postgres
 from support.services import ALICE, MALLORY, NodeProcess, clear, control_on, node_process, small
 
@@ -192,3 +195,65 @@ async def test_one_that_was_thought_dead_lets_go(node: NodeProcess, tmp_path: Pa
         assert found.state == "succeeded" and len(found.attempts) == 1, found.as_dict()
         assert b"".join([piece async for piece in two.jobs.logs(ALICE, job.id)]) == b"start\nend\n"
     await clear(node)
+
+
+async def taken(control: Control, **document: Any) -> Row:
+    """A job in the middle of its first attempt, which nobody makes."""
+    store, jobs = control.core.store, control.jobs
+    control.runner.at_once = 0
+    job = await jobs.submit(ALICE, spec())
+    row = await store.get(KIND, job.id)
+    attempt = {"number": 1, "started_at": control.core.now(), "sandbox": ""}
+    more = {"attempts": [attempt], "left": int(row.document["left"]) - 1, "actor": control.core.token()}
+    found = {**row.document, **more, **document}
+    (mine,) = await control.core.commit(Put(replace(row, state=RUNNING, due=None, document=found)))
+    return mine
+
+
+async def test_one_that_is_cancelled_before_it_goes_back_to_the_queue_is_cancelled(control: Control) -> None:
+    row = await taken(control, cancel=True)
+    await control.runner._wait(row, 2.0)
+    found = await control.jobs.get(ALICE, row.id)
+    assert (found.state, found.attempts) == (CANCELLED, [])
+
+
+async def test_who_was_thought_dead_puts_nothing_back_into_the_queue(control: Control) -> None:
+    row = await taken(control)
+    theirs = {**row.document, "actor": control.core.token()}
+    await control.core.commit(Put(replace(row, document=theirs)))
+    with pytest.raises(_TakenOver):
+        await control.runner._wait(row, 2.0)
+    assert (await control.core.store.get(KIND, row.id)).document == theirs
+
+
+async def test_a_retry_waits_until_the_attempt_before_is_cleared_away(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clear, destroy = asyncio.Event(), control.runner._destroy
+
+    async def slowly(*arguments: Any) -> None:
+        await clear.wait()
+        await destroy(*arguments)
+
+    monkeypatch.setattr(control.runner, "_destroy", slowly)
+    job = await control.jobs.submit(ALICE, spec("false"))
+    assert (await ended(control, ALICE, job)).state == "failed"
+    await control.jobs.retry(ALICE, job.id)
+    await asyncio.sleep(1.5)
+    assert (await control.jobs.get(ALICE, job.id)).state == "queued"
+    clear.set()
+    found = await ended(control, ALICE, job)
+    assert (found.state, len(found.attempts)) == ("failed", 2)
+    names = [event.name for event in await control.core.store.events(limit=1000)]
+    assert "job.adopted" not in names
+
+
+async def test_who_follows_misses_no_attempts_last_words(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringfence.control.jobs._FOLLOW", 3.0)  # an attempt ends and the next begins in one
+    script = "echo one; sleep 0.5; echo two; exit 3"
+    job = await control.jobs.submit(ALICE, spec("sh", "-c", script, retries=1, backoff=0.0))
+    async with asyncio.timeout(90):
+        said = b"".join([piece async for piece in control.jobs.logs(ALICE, job.id, follow=True)])
+    assert said == b"one\ntwo\n" * 2

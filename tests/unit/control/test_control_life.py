@@ -250,6 +250,39 @@ async def test_who_uses_or_extends_it_in_the_last_moment_wins(
     assert (await state_of(first, made.id, State.STOPPED)).cause == "idle"
 
 
+async def test_what_is_used_in_the_moment_in_which_it_falls_asleep_is_awake(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await world.control("api-1"), await world.control("api-2")
+    made = await first.sandboxes.create(ALICE, asked(idle=600.0))
+    later = time.time() + 1000
+    monkeypatch.setattr(second.core, "now", lambda: later)
+    due = await second.core.get(made.id)
+    await first.core.change(due, expect={State.RUNNING}, active=later)  # before it is decided
+    await second.reconciler._due(due)
+    assert (await second.core.get(made.id)).state is State.RUNNING
+    assert not (await second.core.get(made.id)).document.get("asleep")
+
+    pause = second.core.placement.pause
+
+    async def used(id: str) -> None:  # after it is decided
+        await pause(id)
+        second.links._active[id] = later
+
+    later += 1000
+    monkeypatch.setattr(second.core.placement, "pause", used)
+    await second.reconciler._due(await second.core.get(made.id))
+    assert (await second.core.get(made.id)).state is State.RUNNING
+    monkeypatch.setattr(second.core.placement, "pause", pause)
+    later += 1000
+    await second.reconciler._due(await second.core.get(made.id))
+    asleep = await second.core.get(made.id)
+    assert asleep.state is State.PAUSED
+    # And one that another process has used by a row that it had read before.
+    await first.links._flush(due)
+    assert (await second.core.get(made.id)).state is State.RUNNING
+
+
 async def test_deadlines_are_kept_after_a_restart(world: World) -> None:
     first = await world.control("api-1")
     made = await first.sandboxes.create(ALICE, asked(timeout=1.0))
