@@ -20,6 +20,7 @@ uint64_t agent_started;
 static enum { AWAKE, SYNCING, FALLING_ASLEEP, ASLEEP } sleeping;
 static enum { NO_SHUTDOWN, ASKED, KILLED } leaving;
 static bool farewell; /* the last events are going out */
+static bool woken;    /* a wake that came while it fell asleep */
 static struct channel *quiescing; /* its answer is due */
 static struct child syncer;
 static struct source wake = {.fd = -1};
@@ -169,6 +170,7 @@ static void synced(struct child *child, int status, const struct rusage *usage)
     channel->ops = NULL;
     channel_reply_end(channel, &out);
     sleeping = FALLING_ASLEEP;
+    woken = false;
     timer_set(&limit, LAST_WORDS_NS);
     loop_again();
 }
@@ -226,6 +228,8 @@ static void sleep_turn(void)
         single_pause(true);
         loop_arm(&wake, EPOLLIN);
         loop_again();
+        if (woken)
+            control_wake();
     }
 }
 
@@ -238,6 +242,8 @@ static void listen_again(struct timer *timer)
 void control_wake(void)
 {
     static struct timer retry = {.expired = listen_again};
+    /* The host may have read the reply, and call, before the last links are closed. */
+    woken = sleeping == FALLING_ASLEEP;
     if (sleeping != ASLEEP)
         return;
     sleeping = AWAKE;

@@ -112,6 +112,8 @@ static void release(struct child *child)
 {
     if (child->pidfd >= 0)
         close(child->pidfd);
+    if (child->socket >= 0) /* of an embryo that nobody took */
+        close(child->socket);
     close_pipe(child);
     free(child->exit_file);
     memset(child, 0, sizeof *child);

@@ -180,6 +180,13 @@ static void end_machine(void)
 }
 
 /* Until the agent ends, and the machine with it. */
+static void reap(int agent)
+{
+    for (int pid, status; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+        if (pid == agent)
+            end_machine();
+}
+
 _Noreturn void serve(int agent, int port)
 {
     static struct caller caller = {.fd = -1};
@@ -202,6 +209,7 @@ _Noreturn void serve(int agent, int port)
         fcntl(port, F_SETOWN, getpid());
         fcntl(port, F_SETFL, O_NONBLOCK | O_ASYNC);
     }
+    reap(agent); /* an end before its signal was blocked is told to nobody */
     bool there = true;
     for (;;) {
         struct signalfd_siginfo heard;
@@ -209,9 +217,7 @@ _Noreturn void serve(int agent, int port)
         poll(ready, 3, there ? -1 : 1000);
         while (read(events, &heard, sizeof heard) > 0)
             continue;
-        for (int pid, status; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
-            if (pid == agent)
-                end_machine();
+        reap(agent);
         if (listener >= 0 && ready[2].revents != 0) {
             int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
             if (fd >= 0) {

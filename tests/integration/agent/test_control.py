@@ -135,6 +135,17 @@ def test_quiesce_and_wake(walled: Wall, client: Client) -> None:
     assert follow(client, channel).out[1] == b"after"
 
 
+def test_a_wake_that_comes_while_it_still_falls_asleep(walled: Wall) -> None:
+    for turn in range(30):
+        client = again(walled)
+        assert number(client.hello[5]) == 1 + turn
+        client.call(QUIESCE, (1, 25_000))
+        wake(walled)  # the links are not closed yet, or are: both happen
+        with pytest.raises(EOFError):
+            client.until_closed()
+    assert number(again(walled).hello[5]) == 31
+
+
 def test_a_signal_from_inside_does_not_wake_or_end(walled: Wall, client: Client) -> None:
     run(client, "a", "sh", "-c", "for s in 1 2 3 10 12 13 14 15 17 18 20; do kill -$s 1; done; exit 0")
     client.ping()
