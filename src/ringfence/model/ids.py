@@ -13,6 +13,7 @@ SANDBOX_ID = re.compile(r"sb-[0-9a-hjkmnp-tv-z]{20}", re.ASCII)
 
 
 _drawn: list[bytes] = []
+_last = 0
 
 
 def _random() -> bytes:
@@ -31,6 +32,12 @@ os.register_at_fork(after_in_child=_drawn.clear)
 
 
 def new_id(prefix: str) -> str:
-    """``prefix-`` and 20 base-32 digits: 48 bits of milliseconds, then 52 random bits."""
+    """``prefix-`` and 20 base-32 digits: 48 bits of milliseconds, then 52 random bits. Within a process one is
+    larger than those before, unless the clock is set back: lists by id are lists by age.
+    """
+    global _last
     number = (int(time.time() * 1000) & (2**48 - 1)) << 52 | int.from_bytes(_random()) >> 4
+    if number <= _last and (_last >> 52) - (number >> 52) <= 1:  # else the clock was set back
+        number = _last + 1 + (int.from_bytes(_random()) >> 16)
+    _last = number
     return prefix + "-" + "".join([_PAIRS[number >> shift & 1023] for shift in _SHIFTS])
