@@ -86,7 +86,7 @@ class Volumes:
         for name in self.names():
             self.release(name)
         if not any(path.startswith(f"{self.folder}/") for path in _mounts()):
-            _umount(str(self.folder))
+            _umount(str(self.folder), _MNT_DETACH)  # whoever still looks at it keeps no mount
 
     def names(self) -> list[str]:
         """All of them."""
@@ -339,10 +339,10 @@ def _mount(source: str, target: str, flags: int) -> None:
         raise OSError(number, os.strerror(number), target)
 
 
-def _umount(target: str) -> bool:
+def _umount(target: str, flags: int = 0) -> bool:
     """True if nothing is mounted there any more."""
     libc = ctypes.CDLL(None, use_errno=True)
-    while libc.umount2(os.fsencode(target), 8) == 0:  # UMOUNT_NOFOLLOW; again: it may be there twice
+    while libc.umount2(os.fsencode(target), flags | 8) == 0:  # UMOUNT_NOFOLLOW; again: it may be there twice
         pass
     return ctypes.get_errno() in (22, 2)  # EINVAL: no mount point; ENOENT
 
