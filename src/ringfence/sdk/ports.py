@@ -79,7 +79,13 @@ class AsyncTunnel:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._carry(reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def done(_: object) -> None:
+            self._tasks.discard(task)
+            if not writer.transport.is_closing():  # it was cancelled before it began
+                writer.transport.abort()
+
+        task.add_done_callback(done)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from websockets.exceptions import ConnectionClosed

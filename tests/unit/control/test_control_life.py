@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
@@ -225,62 +224,6 @@ async def test_what_is_used_is_not_idle_for_any_process(world: World) -> None:
             await asyncio.sleep(0.5)
             assert (await second.sandboxes.get(ALICE, made.id)).state is State.RUNNING
     assert (await state_of(second, made.id, State.STOPPED)).cause == "idle"
-
-
-async def test_who_uses_or_extends_it_in_the_last_moment_wins(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = await world.control("api-1"), await world.control("api-2")
-    made = await first.sandboxes.create(ALICE, asked(idle=600.0, on_idle="stop", timeout=600.0))
-    later = 1000.0
-    monkeypatch.setattr(second.core, "now", lambda: time.time() + later)
-
-    async def judged(sandbox: Sandbox) -> State:
-        await second.reconciler._due(sandbox)
-        return (await first.sandboxes.get(ALICE, made.id)).state
-
-    due = await second.core.get(made.id)
-    await first.sandboxes.extend(ALICE, made.id, 7200.0)
-    assert await judged(due) is State.RUNNING
-    due = await second.core.get(made.id)
-    await first.core.change(due, expect={State.RUNNING}, active=time.time() + later)
-    assert await judged(due) is State.RUNNING
-    later = 2000.0
-    assert await judged(due) in (State.STOPPING, State.STOPPED)  # by what was read first as well
-    assert (await state_of(first, made.id, State.STOPPED)).cause == "idle"
-
-
-async def test_what_is_used_in_the_moment_in_which_it_falls_asleep_is_awake(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = await world.control("api-1"), await world.control("api-2")
-    made = await first.sandboxes.create(ALICE, asked(idle=600.0))
-    later = time.time() + 1000
-    monkeypatch.setattr(second.core, "now", lambda: later)
-    due = await second.core.get(made.id)
-    await first.core.change(due, expect={State.RUNNING}, active=later)  # before it is decided
-    await second.reconciler._due(due)
-    assert (await second.core.get(made.id)).state is State.RUNNING
-    assert not (await second.core.get(made.id)).document.get("asleep")
-
-    pause = second.core.placement.pause
-
-    async def used(id: str) -> None:  # after it is decided
-        await pause(id)
-        second.links._active[id] = later
-
-    later += 1000
-    monkeypatch.setattr(second.core.placement, "pause", used)
-    await second.reconciler._due(await second.core.get(made.id))
-    assert (await second.core.get(made.id)).state is State.RUNNING
-    monkeypatch.setattr(second.core.placement, "pause", pause)
-    later += 1000
-    await second.reconciler._due(await second.core.get(made.id))
-    asleep = await second.core.get(made.id)
-    assert asleep.state is State.PAUSED
-    # And one that another process has used by a row that it had read before.
-    await first.links._flush(due)
-    assert (await second.core.get(made.id)).state is State.RUNNING
 
 
 async def test_deadlines_are_kept_after_a_restart(world: World) -> None:
