@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_drawn.clear)
 
 
 def new_id(prefix: str) -> str:
-    """``prefix-`` and 20 base-32 digits: 48 bits of milliseconds, then 52 random bits. Within a process one is
+    """``prefix-`` and 20 base-32 digits: 48 bits of milliseconds, then 52 random bits. In a process one is
     larger than those before, unless the clock is set back: lists by id are lists by age.
     """
     global _last
