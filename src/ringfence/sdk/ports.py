@@ -118,8 +118,11 @@ class AsyncTunnel:
         finally:
             for half in halves:
                 half.cancel()
-            await asyncio.gather(*halves, return_exceptions=True)
             writer.close()  # before anything that a cancellation may cut short
-            await socket.close()
+            try:
+                await asyncio.gather(*halves, return_exceptions=True)
+                await socket.close()
+            finally:
+                socket.transport.abort()
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await writer.wait_closed()
