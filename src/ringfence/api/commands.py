@@ -224,7 +224,9 @@ class Commands:
 
     async def due(self, sandbox: str, number: str, what: str, seconds: float, project: str) -> None:
         """Have a command killed (``kill``, ``deadline``) or forgotten (``forget``) later, by any process."""
-        id = f"{sandbox}.{number}"
+        # Being without clients takes nothing away from a deadline.
+        id = _idle(sandbox, number) if what == "kill" else f"{sandbox}.{number}"
+        over = (Remove(KIND, _idle(sandbox, number)),) if what == "forget" else ()
         now = time.time()
         for _ in range(5):
             try:
@@ -242,20 +244,17 @@ class Commands:
                 document={"sandbox": sandbox, "command": number},
             )
             with contextlib.suppress(Conflict):
-                await self._service.control.store.commit(Put(row))
+                await self._service.control.store.commit(Put(row), *over)
                 return
 
     async def undue(self, sandbox: str, number: str) -> None:
         """Nothing is due for this command any more."""
-        await self._service.control.store.commit(Remove(KIND, f"{sandbox}.{number}"))
+        found = (f"{sandbox}.{number}", _idle(sandbox, number))
+        await self._service.control.store.commit(*(Remove(KIND, id) for id in found))
 
     async def undue_idle(self, sandbox: str, number: str) -> None:
         """Somebody follows it again: it is not killed for having no clients."""
-        store = self._service.control.store
-        with contextlib.suppress(NotFound, Conflict):
-            row = await store.get(KIND, f"{sandbox}.{number}")
-            if row.state == "kill":
-                await store.commit(Remove(KIND, row.id, row.revision))
+        await self._service.control.store.commit(Remove(KIND, _idle(sandbox, number)))
 
     async def sweep(self) -> None:
         """Do what is due. Any process may; doing it twice does no harm.
@@ -447,3 +446,7 @@ async def _descendants(link: GuestLink, root: int) -> list[int]:
         grown = bool(more)
         below |= more
     return [pid for pid in below - {root} if parents[pid][1] != root]
+
+
+def _idle(sandbox: str, number: str) -> str:
+    return f"idle.{sandbox}.{number}"

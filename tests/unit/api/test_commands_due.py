@@ -101,3 +101,30 @@ async def test_what_comes_up_again_while_it_is_done_is_done_once(store: Store, k
     await until_gone(store)
     assert (killed, links.asked) == (["c"], 1)
     await only.close()
+
+
+async def test_who_comes_back_to_a_command_takes_its_deadline_not_away(
+    store: Store, killed: list[str]
+) -> None:
+    links = Links()
+    links.answers.set()
+    made = process(store, links)
+    await made.due("sb-1", "c", "deadline", 60.0, "p")
+    before = await store.get(KIND, "sb-1.c")
+    await made.due("sb-1", "c", "kill", 30.0, "p")  # its last client has gone
+    await made.undue_idle("sb-1", "c")  # and comes back
+    assert await store.find(KIND) == [before]
+    await made.due("sb-1", "c", "kill", -1.0, "p")
+    await made.sweep()
+    end = time.monotonic() + 60
+    while not killed:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
+    assert killed == ["c"]
+    await made.due("sb-1", "c", "kill", 30.0, "p")
+    await made.due("sb-1", "c", "forget", 600.0, "p")  # it has ended: nothing kills the next one of that name
+    assert [row.state for row in await store.find(KIND)] == ["forget"]
+    await made.due("sb-1", "c", "kill", 30.0, "p")
+    await made.undue("sb-1", "c")
+    assert await store.find(KIND) == []
+    await made.close()
