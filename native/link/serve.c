@@ -167,9 +167,13 @@ int serve(const struct options *options)
     if (!begin(!options->fresh))
         return 1;
     for (;;) {
-        mux_fill(&mux);
-        if (!write_stream(options))
-            return 0;
+        bool filled;
+        do { /* a link that had to wait for room is asked by nobody but mux_fill */
+            mux_fill(&mux);
+            filled = mux.output_size != 0;
+            if (!write_stream(options))
+                return 0;
+        } while (filled && mux.output_size == 0);
         uint64_t now = now_ms();
         if (!anew(now))
             return 1;

@@ -153,6 +153,27 @@ def test_a_slow_caller_costs_a_window_and_no_more() -> None:
             got_bytes += len(piece)
 
 
+def test_many_that_speak_at_once_are_all_heard() -> None:
+    with guest() as (link, stream, nonce):
+        stream.send(record(READY, nonce))
+        callers = [link.dial() for _ in range(20)]
+
+        def heard(count: int) -> None:
+            while count > 0:
+                got = stream.next()
+                count -= len(got.payload) if got.type == DATA else 0
+            assert count == 0
+
+        for caller in callers:
+            caller.sendall(b"x")
+        heard(20)
+        os.kill(link.process.pid, signal.SIGSTOP)
+        for caller in callers:  # more together than it takes in at once, and less each than what credit is for
+            caller.sendall(b"y" * 8192)
+        os.kill(link.process.pid, signal.SIGCONT)
+        heard(20 * 8192)
+
+
 def test_credit_is_kept() -> None:
     with guest() as (link, stream, nonce):
         stream.send(record(READY, nonce, window=10))
