@@ -319,7 +319,7 @@ class Wall:
         """
         try:
             client = self._dialled(hello)
-        except EOFError as error:
+        except (EOFError, ConnectionError) as error:
             if self.clients:
                 raise
             found = f"the first link was lost ({error}); {self.end()}"
