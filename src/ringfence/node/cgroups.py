@@ -404,14 +404,16 @@ class Group:
 
 
 def detect(
-    mountinfo: str = "/proc/self/mountinfo",
-    own: str = "/proc/self/cgroup",
-    user: int | None = None,
+    mountinfo: str = "/proc/self/mountinfo", own: str = "/proc/self/cgroup", user: int | None = None
 ) -> Cgroups:
     """What this host has for us. Reads two files and tries nothing (0.1 ms)."""
     user = os.geteuid() if user is None else user
     mounts = _mounts(mountinfo)
-    v1 = {name: place for names, place in mounts if names is not None for name in names.split(",")}
+    v1: dict[str, tuple[str, str]] = {}  # the first; others mount them elsewhere, read-only, for containers
+    for names, place in mounts:
+        for name in names.split(",") if names is not None else ():
+            if name not in v1 or (_usable(place[0]) and not _usable(v1[name][0])):
+                v1[name] = place
     v2 = next((place for names, place in mounts if names is None), None)
     if "memory" in v1 or "pids" in v1:
         return _detect_v1(v1, v2, own, user)

@@ -168,7 +168,9 @@ def test_many_that_speak_at_once_are_all_heard() -> None:
             caller.sendall(b"x")
         heard(20)
         os.kill(link.process.pid, signal.SIGSTOP)
-        for caller in callers:  # more together than it takes in at once, and less each than what credit is for
+        for (
+            caller
+        ) in callers:  # more together than it takes in at once, and less each than what credit is for
             caller.sendall(b"y" * 8192)
         os.kill(link.process.pid, signal.SIGCONT)
         heard(20 * 8192)

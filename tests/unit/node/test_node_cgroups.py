@@ -62,6 +62,16 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return made
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_others_mount_elsewhere_and_read_only_is_not_ours(host: Host, first: bool) -> None:
+    theirs = [f"99 22 0:30 / {host.folder}/gone ro,nosuid - cgroup cgroup rw,{n}" for n in ("memory", "pids")]
+    host.lines += theirs if first else []
+    roots = {name: str(host.v1(name)) for name in ("memory", "pids", "cpu")}
+    host.lines += theirs if not first else []
+    found = host.detect(0)
+    assert (found.mode, found.roots) == ("v1", roots)
+
+
 def test_pure_v2_as_root(host: Host) -> None:
     place = host.node(host.v2(), "cpuset cpu io memory pids", "cpu memory pids", "1\n2\n")
     found = host.detect(0)
