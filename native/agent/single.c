@@ -133,12 +133,13 @@ void single_turn(void)
 {
     if (mux == NULL)
         return;
-    bool filled = !paused && !away;
-    while (filled && !away) { /* a link that had to wait for room is asked by nobody but mux_fill */
-        mux_fill(mux);
-        filled = mux->output_size != 0;
-        write_stream();
-        filled = filled && mux->output_size == 0;
+    if (!paused && !away) {
+        bool filled;
+        do { /* a link that had to wait for room is asked by nobody but mux_fill */
+            mux_fill(mux);
+            filled = mux->output_size != 0;
+            write_stream();
+        } while (filled && mux->output_size == 0 && !away);
     }
     arm();
 }

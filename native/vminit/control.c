@@ -179,7 +179,6 @@ static void end_machine(void)
     reboot(RB_AUTOBOOT);
 }
 
-/* Until the agent ends, and the machine with it. */
 static void reap(int agent)
 {
     for (int pid, status; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
@@ -187,6 +186,7 @@ static void reap(int agent)
             end_machine();
 }
 
+/* Until the agent ends, and the machine with it. */
 _Noreturn void serve(int agent, int port)
 {
     static struct caller caller = {.fd = -1};

@@ -263,7 +263,9 @@ class Doors:
         opening = self._openings[spec.sandbox] = self._number
         await self._call("open", descriptor, spec=_values(spec), revoked=revoked, opening=opening)
         if self._openings.get(spec.sandbox) != opening:  # closed meanwhile
-            await self._call("close", sandbox=spec.sandbox, keep=False)
+            if spec.sandbox in self._openings:
+                return  # and opened anew, in this one's place
+            await self._call("close", sandbox=spec.sandbox, keep=True)  # who closed it said what to forget
             raise NotFound(f"the door of sandbox {spec.sandbox} was closed meanwhile")
         now = self._specs.get(spec.sandbox)
         if now is before or now is None:

@@ -75,3 +75,16 @@ async def test_what_is_closed_meanwhile_stays_closed(doors: Scripted) -> None:
     await task
     assert doors._specs == {}
     assert doors.calls[-1][0] == "close"
+
+
+async def test_what_is_closed_and_opened_anew_meanwhile_stays_open(doors: Scripted) -> None:
+    dial = doors._specs["sb-1"][1]
+    task = await reopening(doors)
+    await doors.close("sb-1", keep=True)
+    anew = asyncio.create_task(doors.open(DoorSpec("sb-1", network=NARROW), dial))
+    while [command for command, _ in doors.calls].count("open") < 3:
+        await asyncio.sleep(0)
+    doors.may.set()
+    await asyncio.gather(task, anew)
+    assert doors._specs["sb-1"][0].network == NARROW
+    assert [command for command, _ in doors.calls[-2:]] == ["close", "open"]
