@@ -8,6 +8,8 @@ import pytest
 from control_world import ALICE, World, asked, state_of
 
 from ringfence.control.records import Sandbox
+from ringfence.model.errors import HostLimit
+from ringfence.model.policy import Limits, Policy
 from ringfence.model.states import State
 
 
@@ -65,3 +67,37 @@ async def test_what_is_used_in_the_moment_in_which_it_falls_asleep_is_awake(
     # And one that another process has used by a row that it had read before.
     await first.links._flush(due)
     assert (await second.core.get(made.id)).state is State.RUNNING
+
+
+async def test_what_was_seen_before_a_pause_and_its_end_pauses_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = await world.control("api-1")
+    made = await control.sandboxes.create(ALICE, asked())
+    placed = await control.core.placement.get(made.id)
+    await control.sandboxes.pause(ALICE, made.id)
+    paused = await control.core.get(made.id)
+    await control.sandboxes.resume(ALICE, made.id)
+    asked_for: list[str] = []
+
+    async def pause(id: str) -> None:
+        asked_for.append(id)
+
+    monkeypatch.setattr(control.core.placement, "pause", pause)
+    assert (placed.state, paused.state) == ("running", State.PAUSED)
+    await control.reconciler._compare(paused, placed)
+    assert asked_for == []
+
+
+async def test_a_member_of_a_pool_as_it_was_holds_up_no_mended_one(world: World) -> None:
+    control = await world.control("api-1")
+    await control.pools.create(ALICE, "p", min=0, max=1)
+    was = await control.pools.get(ALICE, "p")
+    await control.refilling._failed(was, HostLimit("as it was"))
+    assert (await control.pools.get(ALICE, "p")).failures == 1
+    policy = Policy().with_door(limits=Limits(timeout=77.0))
+    await control.pools.update(ALICE, "p", policy=policy)
+    before = await control.pools.get(ALICE, "p")
+    await control.refilling._failed(was, HostLimit("as it was"))
+    found = await control.pools.get(ALICE, "p")
+    assert (found.failures, found.error) == (before.failures, before.error)
