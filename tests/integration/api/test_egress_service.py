@@ -259,7 +259,7 @@ def test_what_wants_attention_is_among_the_events(service: Serving, web: Web) ->
     body = {"command": command, "id": "loop", "wait": False, "detached": True}
     assert service.http.post(f"{one}/processes", json=body).status_code in (201, 202)
     eventually(lambda: service.http.get(one).json()["state"] == "paused", "it is paused")
-    (over,) = eventually(lambda: told("egress_over_budget"), "it is among the events")
+    over, *_ = eventually(lambda: told("egress_over_budget"), "it is among the events")
     assert "budget of this sandbox" in json.dumps(over)
     service.http.delete(one)
 

@@ -140,6 +140,20 @@ async def test_freezing_and_letting_go(group: Group) -> None:
         process.kill()
 
 
+async def test_what_forks_all_the_time_is_frozen(group: Group) -> None:
+    """Of hundreds some come while a shell is about to wait for the child that it vfork'ed."""
+    code = "import os\nos.execvp('sh', ['sh', '-c', 'while :; do /bin/true; /bin/true | /bin/cat; done'])"
+    with inside(group, code) as process:
+        assert eventually(lambda: len(group.processes()) > 1)
+        try:
+            for _ in range(400):
+                await freezing.freeze(group.place().agent, frozen=True)
+                await freezing.freeze(group.place().agent, frozen=False)
+                await asyncio.sleep(0.002)
+        finally:
+            process.kill()
+
+
 def test_a_frozen_sandbox_can_be_killed(group: Group) -> None:
     with inside(group, "print('up', flush=True)\nwhile True: pass") as process:
         assert process.stdout is not None

@@ -74,6 +74,17 @@ async def test_freezing_writes_to_the_cgroup_that_holds_both(tmp_path: Path, ver
         assert (tmp_path / "cgroup.freeze").read_text() == "1"
 
 
+async def test_a_process_that_missed_the_word_is_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "freezer.state").write_text("THAWED")
+    told: list[str] = []
+    monkeypatch.setattr(freezing, "_write", lambda path, word: told.append(word))
+    monkeypatch.setattr(freezing, "_reached", lambda path, frozen: len(told) == 3)
+    await freezing.freeze([str(tmp_path / "cgroup.procs")], frozen=True)
+    assert told == ["FROZEN"] * 3
+
+
 async def test_without_a_freezer_pausing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported) as caught:
         await freezing.freeze([str(tmp_path / "cgroup.procs")], frozen=True)
