@@ -230,7 +230,8 @@ void processes_resume(void);  /* pipes that waited for memory */
 /* --- worker.c --- */
 void worker_operation(struct channel *channel, const uint8_t *fields, size_t size);
 void workers_turn(void);
-_Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, size_t size); /* in the new process */
+/* In the new process. `shared`: see worker.h. */
+_Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, size_t size, uint8_t *shared);
 
 /* --- asker.c --- */
 #define ASKER_NAME_MAX 256u

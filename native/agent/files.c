@@ -39,7 +39,7 @@ void write_stat(struct writer *out, const char *path, const struct stat *stat, c
 
 static _Noreturn void read_file(struct work *work)
 {
-    static uint8_t bytes[WORKER_PIECE];
+    static uint8_t bytes[FRAME_PAYLOAD_MAX];
     struct stat stat;
     int fd = open(work->path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
     if (fd < 0 || fstat(fd, &stat) < 0)
@@ -55,14 +55,16 @@ static _Noreturn void read_file(struct work *work)
     write_stat(&out, work->path, &stat, NULL, 0);
     work_reply(work, &out);
     while (left != 0) {
-        ssize_t got = read(fd, bytes, left < sizeof bytes ? (size_t)left : sizeof bytes);
+        size_t size;
+        uint8_t *space = work_space(work, &size);
+        ssize_t got = read(fd, space, left < size ? (size_t)left : size);
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0)
             work_fail(work, errno, "read");
         if (got == 0)
             break;
-        work_packet(work, FRAME_DATA, bytes, (size_t)got);
+        work_data(work, (size_t)got);
         left -= (uint64_t)got;
     }
     work_eof(work);

@@ -13,31 +13,45 @@
 #define PATH_LIMIT 4096
 #define LEVELS_MAX 1000
 
-static const struct work *host;
-static uint8_t pending[WORKER_PIECE];
-static size_t pending_size;
+static struct work *host;
+static uint8_t *pending; /* NULL: nothing is put together */
+static size_t pending_size, capacity;
 static char path[PATH_LIMIT];
 
 static void flush(void)
 {
     if (pending_size != 0)
-        work_packet(host, FRAME_DATA, pending, pending_size);
+        work_data(host, pending_size);
+    pending = NULL;
     pending_size = 0;
+}
+
+/* Where the next bytes go: at least one and at most `want`, which it lowers. */
+static uint8_t *next(size_t *want)
+{
+    if (pending == NULL)
+        pending = work_space(host, &capacity);
+    if (*want > capacity - pending_size)
+        *want = capacity - pending_size;
+    return pending + pending_size;
+}
+
+static void took(size_t size)
+{
+    pending_size += size;
+    if (pending_size == capacity)
+        flush();
 }
 
 static void put(const void *data, size_t size)
 {
     const uint8_t *from = data;
     while (size != 0) {
-        size_t piece = sizeof pending - pending_size;
-        if (piece > size)
-            piece = size;
-        memcpy(pending + pending_size, from, piece);
-        pending_size += piece;
+        size_t piece = size;
+        memcpy(next(&piece), from, piece);
+        took(piece);
         from += piece;
         size -= piece;
-        if (pending_size == sizeof pending)
-            flush();
     }
 }
 
@@ -122,21 +136,21 @@ static void put_entry(const char *name, char type, const struct stat *stat, uint
 /* Exactly `stat->st_size` bytes follow the header, whatever happens to the file meanwhile. */
 static void put_file(int fd, const char *name, const struct stat *stat)
 {
-    static uint8_t bytes[32768];
     uint64_t size = (uint64_t)stat->st_size, left = size;
     put_entry(name, '0', stat, size, "");
     while (left != 0) {
-        size_t want = left < sizeof bytes ? (size_t)left : sizeof bytes;
-        ssize_t got = read(fd, bytes, want);
+        size_t want = left < WORKER_PART ? (size_t)left : WORKER_PART;
+        uint8_t *space = next(&want);
+        ssize_t got = read(fd, space, want);
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0)
             work_fail(host, errno, "read");
         if (got == 0) {
-            memset(bytes, 0, want);
+            memset(space, 0, want);
             got = (ssize_t)want;
         }
-        put(bytes, (size_t)got);
+        took((size_t)got);
         left -= (uint64_t)got;
     }
     pad(size);

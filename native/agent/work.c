@@ -9,6 +9,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#define SMALL 16384 /* bytes that a packet carries as quickly as shared memory */
+
 char *work_undo;
 
 static _Noreturn void gone(void)
@@ -25,6 +27,35 @@ void work_packet(const struct work *work, uint8_t type, const void *data, size_t
     while (sendmsg(work->fd, &message, MSG_NOSIGNAL) < 0)
         if (errno != EINTR)
             gone();
+}
+
+uint8_t *work_space(struct work *work, size_t *size)
+{
+    static uint8_t own[WORKER_PIECE];
+    *size = work->shared != NULL ? WORKER_PART : sizeof own;
+    if (work->shared == NULL)
+        return own;
+    while (work->lent == WORKER_PARTS) {
+        work_receive(work, size);
+        work->lent -= work->packet[0] == FRAME_CREDIT;
+        *size = WORKER_PART;
+    }
+    return work->shared + (size_t)work->part * WORKER_PART;
+}
+
+void work_data(struct work *work, size_t size)
+{
+    uint8_t told[4];
+    size_t capacity;
+    uint8_t *space = work_space(work, &capacity);
+    if (work->shared == NULL || size <= SMALL) {
+        work_packet(work, FRAME_DATA, space, size);
+        return;
+    }
+    put_u32(told, (uint32_t)size);
+    work_packet(work, WORKER_SHARED, told, sizeof told);
+    work->part = (work->part + 1) % WORKER_PARTS;
+    work->lent++;
 }
 
 void work_reply(const struct work *work, const struct writer *fields)
@@ -113,9 +144,10 @@ static void parse(struct work *work)
         work_fail(work, EINVAL, "path");
 }
 
-_Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, size_t size)
+_Noreturn void work_start(int fd, uint16_t operation, const uint8_t *fields, size_t size, uint8_t *shared)
 {
-    struct work work = {.fd = 3, .operation = operation, .fields = fields, .size = size, .packet = scratch};
+    struct work work = {
+        .fd = 3, .operation = operation, .fields = fields, .size = size, .packet = scratch, .shared = shared};
     struct rlimit files;
     if (operation == 48)
         secrets_prepare();

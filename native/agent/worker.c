@@ -5,10 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <signal.h>
 
+#define SHARED_SIZE ((size_t)WORKER_PARTS * WORKER_PART)
 #define ABANDONED_NS 5000000000u /* a worker whose channel is gone may clean up for so long */
 
 struct worker {
@@ -24,6 +26,9 @@ struct worker {
     bool running, replied;
     uint8_t *held; /* DATA that waits for credit or room: kept once it was needed */
     size_t held_size, held_done; /* 0: none waits */
+    uint8_t *shared; /* parts that the worker fills in turn, or NULL. It may write there at any time. */
+    unsigned part;   /* the one that is filled next, or that waits */
+    bool waits;      /* it's the part that waits, not `held` */
     uint64_t sent;
     bool missed; /* events were left out */
 };
@@ -57,6 +62,10 @@ static void worker_free(struct worker *worker)
     if (worker->held != NULL)
         budget_give(WORKER_PACKET);
     free(worker->held);
+    if (worker->shared != NULL) {
+        budget_give(SHARED_SIZE);
+        munmap(worker->shared, SHARED_SIZE);
+    }
     free(worker);
 }
 
@@ -209,6 +218,35 @@ static bool take_data(struct worker *worker, const uint8_t *data, size_t size)
     return false;
 }
 
+/* The part was sent: the worker may fill it again. One that keeps the rules has room for so few words. */
+static bool part_free(struct worker *worker)
+{
+    static const uint8_t word = FRAME_CREDIT;
+    worker->part = (worker->part + 1) % WORKER_PARTS;
+    if (send(worker->source.fd, &word, 1, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EPIPE && errno != ECONNRESET) {
+        worker_fail(worker, EIO, "worker");
+        return false;
+    }
+    return true;
+}
+
+/* As take_data(), for what lies in the next part. */
+static bool take_part(struct worker *worker, const uint8_t *told, size_t told_size)
+{
+    size_t size = told_size == 4 ? get_u32(told) : 0, done = 0;
+    if (worker->shared == NULL || !worker->replied || size == 0 || size > WORKER_PART) {
+        worker_fail(worker, EIO, "worker");
+        return false;
+    }
+    if (send_data(worker, worker->shared + (size_t)worker->part * WORKER_PART, size, &done))
+        return part_free(worker) && link_room(worker->channel->link) > WORKER_PART;
+    worker->waits = true;
+    worker->held_size = size;
+    worker->held_done = done;
+    loop_arm(&worker->source, interest(worker));
+    return false;
+}
+
 static bool take_packet(struct worker *worker, const uint8_t *packet, size_t size)
 {
     switch (packet[0]) {
@@ -216,6 +254,7 @@ static bool take_packet(struct worker *worker, const uint8_t *packet, size_t siz
     case FRAME_ERROR: take_error(worker, packet + 1, size - 1); break;
     case FRAME_EVENT: take_event(worker, packet + 1, size - 1); break;
     case FRAME_DATA: return take_data(worker, packet + 1, size - 1);
+    case WORKER_SHARED: return take_part(worker, packet + 1, size - 1);
     case FRAME_EOF:
         if (!sends_data(worker->operation) || !worker->replied) {
             worker_fail(worker, EIO, "worker");
@@ -317,9 +356,13 @@ static void on_pump(struct channel *channel)
         worker->missed = false;
         channel_event(channel, 3, &nothing);
     }
-    if (worker->held_size == 0 || !send_data(worker, worker->held, worker->held_size, &worker->held_done))
+    const uint8_t *data = worker->waits ? worker->shared + (size_t)worker->part * WORKER_PART : worker->held;
+    if (worker->held_size == 0 || !send_data(worker, data, worker->held_size, &worker->held_done))
         return;
     worker->held_size = 0;
+    if (worker->waits && !part_free(worker))
+        return;
+    worker->waits = false;
     loop_arm(&worker->source, interest(worker));
 }
 
@@ -334,14 +377,28 @@ static const struct channel_ops worker_ops = {.data = on_data, .eof = on_eof, .p
 
 /* --- starting --- */
 
+/* Without it packets carry everything, only slower. */
+static void share(struct worker *worker)
+{
+    if (worker->shared != NULL || !budget_take(SHARED_SIZE))
+        return;
+    void *made = mmap(NULL, SHARED_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED)
+        budget_give(SHARED_SIZE);
+    else
+        worker->shared = made;
+}
+
 static bool start(struct worker *worker)
 {
     int ends[2];
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0)
         return false;
+    if (worker->operation == 16 || worker->operation == 25)
+        share(worker);
     pid_t pid = fork();
     if (pid == 0)
-        work_start(ends[1], worker->operation, worker->fields, worker->size);
+        work_start(ends[1], worker->operation, worker->fields, worker->size, worker->shared);
     close(ends[1]);
     if (pid < 0) {
         close(ends[0]);

@@ -1,7 +1,9 @@
 /* The worker's side of a file operation: a process of its own with the workload's rights.
  *
  * It is joined to the agent by a socket of packets: a type (as of a frame), then bytes. DATA carries bytes only,
- * the agent knows offsets and credit. The last packet says how it went: REPLY, EOF or ERROR by the operation. */
+ * the agent knows offsets and credit. The last packet says how it went: REPLY, EOF or ERROR by the operation.
+ * Much DATA lies in memory that both share instead, in parts that are used in turn: a packet of type SHARED says how
+ * much is in the next part, and a CREDIT that the part is free again. */
 #ifndef RINGFENCE_WORKER_H
 #define RINGFENCE_WORKER_H
 
@@ -11,6 +13,9 @@
 
 #define WORKER_PACKET 65536
 #define WORKER_PIECE 61440 /* of DATA: a packet with it fits */
+#define WORKER_PART (2 * WORKER_PIECE)
+#define WORKER_PARTS 2u
+#define WORKER_SHARED 0x80 /* type of a packet: u32 size */
 
 struct work {
     int fd;
@@ -21,9 +26,14 @@ struct work {
     const uint8_t *fields;      /* all of them, for those that repeat */
     size_t size;
     uint8_t *packet;            /* WORKER_PACKET bytes to receive into */
+    uint8_t *shared;            /* WORKER_PARTS times WORKER_PART bytes, or NULL */
+    unsigned part, lent;        /* the next part; how many the agent has */
 };
 
 void work_packet(const struct work *work, uint8_t type, const void *data, size_t size);
+/* Where DATA may be put together: *size bytes, of which work_data() then sends the first. Waits for the agent. */
+uint8_t *work_space(struct work *work, size_t *size);
+void work_data(struct work *work, size_t size);
 void work_reply(const struct work *work, const struct writer *fields);
 _Noreturn void work_fail(const struct work *work, int error, const char *what);
 _Noreturn void work_done(const struct work *work, const struct writer *fields); /* REPLY, and the end */

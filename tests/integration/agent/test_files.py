@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
+import random
 import signal
 import struct
+import tarfile
 import time
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from wall import (
 )
 
 READ, WRITE, LIST, STAT, MOVE, REMOVE, MKDIR, WATCH = range(16, 24)
+PACK = 25
 
 
 def write(client: Client, path: str, data: bytes, *items: tuple[int, Value]) -> int:
@@ -304,6 +308,38 @@ def test_read_is_slowed_by_credit(walled: Wall, client: Client) -> None:
     while got < 100_000:
         got += len(client.frame(channel).payload) - 9
     assert client.frame(channel).type == EOF
+
+
+@pytest.mark.parametrize("operation", [READ, PACK])
+@pytest.mark.parametrize("credit", [7_001, 61_440, 122_881, 400_000])
+def test_what_waits_for_credit_is_kept_to_the_byte(
+    walled: Wall, client: Client, operation: int, credit: int
+) -> None:
+    """The worker is ahead of what was sent, and its memory is used in turn."""
+    content = random.Random(credit).randbytes(1_234_567)
+    (walled.work / "f").write_bytes(content)
+    client.auto_credit = False
+    channels = [client.open(operation, (1, "f"), (8, credit)) for _ in range(3)]
+    left, taken = list(channels), {channel: bytearray() for channel in channels}
+    granted = dict.fromkeys(channels, 262_144 if operation == PACK else credit)
+    for channel in channels:
+        client.reply(channel)
+    while left:
+        for channel in list(left):
+            while len(taken[channel]) < granted[channel] and channel in left:
+                frame = client.frame(channel)
+                taken[channel] += frame.payload[9:] if frame.type == DATA else b""
+                if frame.type == EOF:
+                    left.remove(channel)
+            if channel in left:
+                client.credit(channel, 1, credit)
+                granted[channel] += credit
+    for got in taken.values():
+        if operation == PACK:
+            with tarfile.open(fileobj=io.BytesIO(got)) as archive:
+                assert archive.extractfile("f").read() == content  # type: ignore[union-attr]
+        else:
+            assert got == content
 
 
 def test_watch(walled: Wall, client: Client) -> None:
