@@ -187,16 +187,16 @@ def test_a_project_has_its_bandwidth_once(apis: tuple[Serving, Serving], beyond:
 def test_a_project_has_its_budget_once(apis: tuple[Serving, Serving], beyond: Beyond) -> None:
     pair = Pair(*apis, beyond, "budget", egress_requests=300)
 
-    def ask(number: int, path: str) -> str:
+    def ask(number: int, path: str, pause: float = 0) -> str:
         url = f"http://127.0.0.1:{beyond.port}/{path}"
-        command = f"curl -sS --noproxy '' -x $http_proxy '{url}'"
+        command = f"sleep {pause}; curl -sS --noproxy '' -x $http_proxy '{url}'"
         place = f"/v1/sandboxes/{pair.boxes[number]}/processes"
         return str(pair.clients[number].post(place, json={"command": command}).json()["stdout"])
 
     assert "budget_requests" in ask(0, "[1-310]")
     assert len(beyond.came) == 300
     # The other one, with a state folder of its own, has heard of it within seconds.
-    eventually(lambda: "budget_requests" in ask(1, ""), "nothing is left there either")
+    eventually(lambda: "budget_requests" in ask(1, "", 0.5), "nothing is left there either")
     assert len(beyond.came) < 450
     pair.end()
 
