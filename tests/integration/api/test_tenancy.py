@@ -201,8 +201,9 @@ def test_a_token_opens_its_own_sandbox_only(world: World, route: Route) -> None:
     path = route.path.replace("{sandbox}", world.box["id"]).replace("{port}", PORT).replace("{rest:path}", "")
     headers = {"x-ringfence-token": token}
     if route.socket:
+        url = service.url.replace("http", "ws") + path
         with pytest.raises(InvalidStatus) as refused:
-            connect(service.url.replace("http", "ws") + path, additional_headers=headers, proxy=None)
+            connect(url, additional_headers=headers, proxy=None, open_timeout=60)
         assert refused.value.response.status_code == 401
     else:
         query = QUERIES if "signed" in route.path else {}

@@ -18,6 +18,7 @@ from support.sdk_halves import SMALL
 from support.serving import Serving
 
 LINES = b"".join(b"%08d\n" % number for number in range(200_000))
+GO = "while [ ! -e go ]; do sleep 0.05; done"  # a command that waits for the test, however slow that is
 
 
 @pytest.fixture
@@ -51,10 +52,11 @@ async def test_output_goes_on_where_it_was(box: AsyncSandbox, cutting: Relay) ->
 
 
 async def test_a_whole_run_is_not_begun_twice(box: AsyncSandbox, cutting: Relay) -> None:
-    running = asyncio.ensure_future(box.run("echo begun >> log; sleep 1; echo done"))
+    running = asyncio.ensure_future(box.run(f"echo begun >> log; {GO}; echo done"))
     while b"begun" not in (await box.run("cat log 2>/dev/null; :")).stdout_bytes:
         await asyncio.sleep(0.02)
     assert cutting.cut() > 0
+    await box.files.write("go", "")
     assert (await running).stdout == "done\n"
     assert (await box.run("cat log")).stdout == "begun\n"
 
@@ -148,9 +150,9 @@ async def _created(service: AsyncService, **options: object) -> AsyncSandbox:
 async def test_a_service_that_stays_away_is_an_error_and_no_end(service: Serving, cutting: Relay) -> None:
     from ringfence.sdk.settings import Settings
 
-    async with AsyncService(settings=Settings(cutting.url, service.key, retry_for=0.5)) as through:
+    async with AsyncService(settings=Settings(cutting.url, service.key, retry_for=2.0)) as through:
         box = await AsyncSandbox.create(**SMALL, service=through)
-        process = await box.start("echo here; sleep 1; echo there")
+        process = await box.start(f"echo here; {GO}; echo there")
         async for piece in process:
             assert piece.data == b"here\n"
             break
@@ -159,6 +161,7 @@ async def test_a_service_that_stays_away_is_an_error_and_no_end(service: Serving
         with pytest.raises(ServiceUnreachable, match="does not answer"):
             await process.wait()
         cutting.refusing = False
+        await box.files.write("go", "")
         assert (await process.wait()).stdout == "there\n"
         await box.kill()
 
