@@ -92,19 +92,22 @@ class PostgresServer:
         assert threading.current_thread() is threading.main_thread()
         options = [part for name, value in self.settings.items() for part in ("-c", f"{name}={value}")]
         data = self.folder / "data"
-        with (self.folder / "log").open("ab") as log:
-            self.server = subprocess.Popen(
-                [*self._prefix(), self.programs / "postgres", "-D", data, "-k", self.folder, *options],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True,
-            )  # fmt: skip
+        command = [*self._prefix(), self.programs / "postgres", "-D", data, "-k", self.folder, *options]
         deadline = time.monotonic() + 60
         while True:
+            if self.server is None or self.server.poll() is not None:
+                # Again, too: it refuses while one that was just killed still has a child that nobody saw.
+                with (self.folder / "log").open("ab") as log:
+                    self.server = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
+                        start_new_session=True,
+                    )  # fmt: skip
             try:
                 psycopg.connect(self.url, connect_timeout=10).close()
                 return
             except psycopg.OperationalError:
-                running = self.server.poll() is None and time.monotonic() < deadline
-                assert running, (self.folder / "log").read_text(errors="replace")[-4000:]
+                told = (self.folder / "log").read_text(errors="replace")[-4000:]
+                assert time.monotonic() < deadline, told
                 time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGINT) -> None:
