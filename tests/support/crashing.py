@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringfence.control.core import stopped
 from ringfence.control.records import ALIVE, KIND, Sandbox
 from ringfence.control.service import Control
 from ringfence.guest.processes import ProcessSpec
@@ -249,8 +250,10 @@ async def serve(run: Run) -> dict[str, Any]:
             await asyncio.wait(tasks, timeout=run.seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            deaf = (await asyncio.wait(tasks, timeout=120.0))[1]
             faults = [fault for worker in workers for fault in worker.faults]
+            faults += [f"a cancellation was lost: {task}" for task in deaf]
+            await stopped(deaf)
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
         if run.clear:

@@ -267,7 +267,8 @@ class Claims:
         except LeaseLost:
             raise  # somebody else goes on with it
         except BaseException as error:
-            await core.whole(self._broken(sandbox, token, error))
+            with contextlib.suppress(RingfenceError):  # the reconciler finishes what is begun
+                await core.whole(self._broken(sandbox, token, error))
             raise
         finally:
             core.done(token)

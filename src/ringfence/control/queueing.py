@@ -123,13 +123,15 @@ class Queues:
         """Wait until it is one's turn, and for what it brings."""
         pool, ticket = waiter.pool, waiter.ticket
         try:
-            return await asyncio.wait_for(asyncio.shield(waiter.result), seconds)
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(waiter.result)
         except TimeoutError:
             if waiter.result.done():  # what it brought failed so
                 return waiter.result.result()
             return await self._late(waiter)
         except asyncio.CancelledError:
-            await self.core.whole(self._leave(waiter))
+            with contextlib.suppress(RingfenceError):  # else its time ends it, and nobody waits for it
+                await self.core.whole(self._leave(waiter))
             raise
         finally:
             self.core.done(str(ticket.document["actor"]))
@@ -227,9 +229,10 @@ class Queues:
         ids = {row.id for row in order}
         for waiter in list(waiters.values()):
             if waiter.ticket.id not in ids and not waiter.trying and not waiter.result.done():
-                waiter.result.set_exception(
-                    await self._refusal(waiter.pool, "the place in the queue is gone")
-                )
+                refusal = await self._refusal(waiter.pool, "the place in the queue is gone")
+                if not waiter.result.done():
+                    waiter.result.set_exception(refusal)
+                    waiter.result.exception()  # whoever waited may be gone
         if not order:
             return False
         first = order[0]

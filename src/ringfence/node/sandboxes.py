@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import Output, ProcessExit, ProcessSpec
-from ringfence.model.errors import (
-    GuestRefused,
-    LinkLost,
-    RingfenceError,
-    Unsupported,
-    WrongState,
-)
+from ringfence.model.errors import GuestRefused, LinkLost, RingfenceError, Unsupported, WrongState
 from ringfence.model.levels import Boundary, Cause
 from ringfence.model.quantities import format_size
 from ringfence.model.sandbox import EffectiveBoundary, End, SandboxRequest, Usage
@@ -415,7 +409,8 @@ class NodeSandbox:
         except BaseException:
             # Whoever waits no longer (Ctrl-C, a deadline of the caller's) does not want it to run on either.
             with contextlib.suppress(RingfenceError, TimeoutError, asyncio.CancelledError):
-                await asyncio.wait_for(process.signal(signal.SIGKILL), 1.0)
+                async with asyncio.timeout(1.0):
+                    await process.signal(signal.SIGKILL)
             raise
         finally:
             if feeder is not None:

@@ -173,6 +173,35 @@ async def test_who_gives_up_leaves_the_queue(control: Control) -> None:
     assert await control.store.counter(pool.counter("waiting")) == 0
 
 
+@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("failing", [False, True])
+async def test_who_gives_up_when_his_turn_comes_has_given_up(
+    control: Control, monkeypatch: pytest.MonkeyPatch, turns: int, failing: bool
+) -> None:
+    """A cancellation is not lost, neither for an answer of that moment nor for a store that is away."""
+    await control.pools.create(ALICE, "p", min=0, max=0, most=0, overflow=0, queue_seconds=60)
+    task = asyncio.ensure_future(control.sandboxes.create(ALICE, asked()))
+
+    async def queued() -> bool:
+        return any(control.queues._waiters.values())
+
+    await until(queued)
+    if failing:
+
+        async def away(ticket: Row) -> bool:
+            raise StoreUnavailable("it is away")
+
+        monkeypatch.setattr(control.queues, "remove", away)
+    ((waiter,),) = [list(each.values()) for each in control.queues._waiters.values()]
+    waiter.result.set_exception(QuotaExceeded("the place in the queue is gone"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    ended = task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() or ended
+
+
 async def test_without_wait_a_place_in_the_queue_is_pending(world: World, control: Control) -> None:
     await control.pools.create(ALICE, "p", min=0, max=0, most=1, overflow=1, queue_seconds=60)
     first = await control.sandboxes.create(ALICE, asked())

@@ -62,7 +62,8 @@ async def call(program: str, monitor: int, *arguments: str) -> None:
         cwd="/",
     )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT)
+        async with asyncio.timeout(TIMEOUT):
+            output, _ = await process.communicate()
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

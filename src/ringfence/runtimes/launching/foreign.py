@@ -296,7 +296,8 @@ async def version_of(program: str, *arguments: str) -> str:
     except OSError:
         return ""
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), _VERSION_TIMEOUT)
+        async with asyncio.timeout(_VERSION_TIMEOUT):
+            output, _ = await process.communicate()
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

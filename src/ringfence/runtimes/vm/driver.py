@@ -432,8 +432,7 @@ class QemuRuntime(LaunchedRuntime):
                 spec.folder, stream=stream.fileno(), fresh=not restored, within=self.start_timeout
             )
         except (StartFailed, LinkLost, HostLimit, TimeoutError) as error:
-            with contextlib.suppress(TimeoutError):  # its exit is noticed a moment after its last word
-                await asyncio.wait_for(asyncio.shield(child.exited), 0.5)
+            await asyncio.wait([child.exited], timeout=2.0)  # it's noticed a moment after its last word
             with contextlib.suppress(OSError):
                 heard()
             ended = child.exited.done()
