@@ -13,7 +13,7 @@ from ringfence.guest import processes
 from ringfence.guest.channels import Channel
 from ringfence.guest.fields import Fields, Value, encode
 from ringfence.guest.processes import GuestProcess, ProcessSpec
-from ringfence.guest.wire import REQUEST_TIMEOUT, Wire
+from ringfence.guest.wire import ANSWER_TIMEOUT, REQUEST_TIMEOUT, Wire
 from ringfence.model.errors import GuestError, InvalidRequest, LinkLost
 from ringfence.model.ids import new_id
 
@@ -49,7 +49,7 @@ class GuestLink:
         cls,
         sock: socket.socket,
         role: str = "control",
-        timeout: float = 5.0,  # noqa: ASYNC109
+        timeout: float = ANSWER_TIMEOUT,  # noqa: ASYNC109
         *,
         resync: bool = False,
         wait: bool = True,
@@ -100,7 +100,7 @@ class GuestLink:
         """Why the link ended; ``None`` while it lives."""
         return self._wire.failure
 
-    async def ping(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109
+    async def ping(self, timeout: float = ANSWER_TIMEOUT) -> None:  # noqa: ASYNC109
         """Return when the agent has answered.
 
         Raises:

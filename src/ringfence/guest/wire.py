@@ -29,6 +29,7 @@ from ringfence.model.errors import (
 VERSION = 1
 MOST_CHANNELS = 1024
 REQUEST_TIMEOUT = 30.0  # seconds that a guest has to answer a request that needs no waiting
+ANSWER_TIMEOUT = 20.0  # to answer HELLO or a ping: a busy machine may stop all that is on it for a while
 # Answers (credit, pong, close) are not under flow control. A guest that makes us answer and does not read
 # the answers is cut off when so many bytes of them wait.
 _MOST_UNREAD = 1024 * 1024
@@ -331,7 +332,7 @@ class Wire(asyncio.BufferedProtocol):
             ) from None
         return reply
 
-    async def ping(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109
+    async def ping(self, timeout: float = ANSWER_TIMEOUT) -> None:  # noqa: ASYNC109
         """Return when the guest has answered everything before.
 
         Raises:
