@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from support.commands import PATIENCE
+
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="root takes something from its own mount namespace")
 
 
@@ -22,7 +24,7 @@ def in_own_mounts(ringfence, script, *arguments):
         env=ringfence.env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 
@@ -97,7 +99,7 @@ def test_a_runtime_that_hangs(ringfence):
 def test_a_runtime_that_hangs_can_be_interrupted(ringfence, no_leaks):
     ringfence.env["RINGFENCE_FAKE_FAULTS"] = '{"start_hang": true}'
     process = ringfence.start("run", "--runtime", "fake", "--", "true")
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while not no_leaks.ids:  # the sandbox is being made
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -37,7 +37,7 @@ def test_without_a_wall_the_attempts_succeed_and_the_host_notices(tmp_path: Path
             [sys.executable, str(demo.JOB), "attack", str(config_path), str(out)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
         text = (out / "attempts.json").read_text()
@@ -70,7 +70,7 @@ def test_the_demo_runs_in_the_jail(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT STOPPED" not in done.stdout

@@ -59,7 +59,7 @@ def sdk(served: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fetch(port: int, key: str = "none", path: str = "") -> str:
-    return f'curl -sS -m 60 --noproxy "" -x $http_proxy -H "X-Key: {key}" http://127.0.0.1:{port}/{path}'
+    return f'curl -sS -m 200 --noproxy "" -x $http_proxy -H "X-Key: {key}" http://127.0.0.1:{port}/{path}'
 
 
 def network(web: Web) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def network(web: Web) -> dict[str, Any]:
 def test_questions_and_the_log_of_a_service(served: Serving, ringfence: Ringfence, web: Web) -> None:
     port = web.port
     assert ringfence.json("egress", "pending", "--json") == {"pending": []}
-    box = served.sandbox(network={"mode": "egress", "onUnknown": "ask", "askTimeout": 120})["id"]
+    box = served.sandbox(network={"mode": "egress", "onUnknown": "ask", "askTimeout": 200})["id"]
     quiet = ringfence("egress", "log", "--sandbox", box)  # the service was asked, and has nothing to say
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"nothing is in the log\n", b"")
     for verb, code in (("deny", 403), ("allow", 200)):
@@ -152,8 +152,11 @@ def test_placeholders_are_taken_back(ringfence: Ringfence, web: Web) -> None:
             assert '"code": "placeholder"' in inherited(one) and web.keys == []
             assert one.run(fetch(port, "$TOKEN")).check().stdout == "beyond" and web.keys == [KEY]
         assert inherited(box) == "beyond"
-        denied = [line for line in copy.connections()["items"] if line["decision"] == "denied"]
-        assert denied and denied[-1]["sandbox"] == copy.id
+
+        def denied() -> list[dict[str, Any]]:
+            return [line for line in copy.connections()["items"] if line["decision"] == "denied"]
+
+        assert eventually(denied, "it is in the log")[-1]["sandbox"] == copy.id
         with pytest.raises(InvalidRequest):
             box.revoke_placeholders(copy.id)
         assert ringfence("egress", "revoke", box.id, copy.id).returncode == 125

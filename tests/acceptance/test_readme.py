@@ -64,7 +64,7 @@ def test_the_tour_prints_what_the_readme_shows(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         wanted = pattern(shown)
         if not re.fullmatch(wanted, done.stdout.strip() + "\n", re.DOTALL):

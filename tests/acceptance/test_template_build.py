@@ -17,7 +17,7 @@ from support import images
 from support.commands import Ringfence
 from support.leaks import Leaks
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 PLACED = "images/private-*/layers/*/fs/big"
 
 

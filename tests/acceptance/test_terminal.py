@@ -15,7 +15,7 @@ import pytest
 
 from support.commands import COMMAND
 
-PATIENCE = 30
+PATIENCE = 120
 
 
 class User:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_preset_untrusted_runs_behind_another_kernel(no_leaks: Leaks) -> None:
     argv = [sys.executable, "-m", "ringfence", "run", "--preset", "untrusted", "--json", "--", "uname", "-r"]
-    done = subprocess.run(argv, env=no_leaks.env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, env=no_leaks.env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["boundary"]["level"] == "L3"
