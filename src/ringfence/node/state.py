@@ -189,7 +189,7 @@ class StateRoot:
         """Whether the node of that name is dead; also if nobody knows it."""
         lock = _try_lock(self.nodes / name) if name else None
         if lock is not None:
-            os.close(lock)
+            unlock(lock)
             return True
         return not self.knows(name)
 
@@ -201,7 +201,7 @@ class StateRoot:
             yield lock is not None or not self.knows(name)
         finally:
             if lock is not None:
-                os.close(lock)
+                unlock(lock)
 
     def has_orphans(self) -> bool:
         """Whether there are sandboxes although no node but this one, which is just opening, is known."""
@@ -211,7 +211,7 @@ class StateRoot:
         """A dead node's things are gone: forget it."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.nodes / name)
-        os.close(lock)
+        unlock(lock)
 
     def knows(self, name: str) -> bool:
         """Whether that node lives, or is dead and not buried yet."""
@@ -224,8 +224,18 @@ class StateRoot:
         if not leave:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.nodes / self.owner)
-        os.close(self._lock)
+        unlock(self._lock)
         self._lock = -1
+
+
+def unlock(lock: int) -> None:
+    """Give a lock back and close its descriptor.
+
+    Closing alone is not enough: a child of this process that was forked a moment ago and has not executed its
+    program yet has a copy, and what it holds is held.
+    """
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def _make(path: Path, mode: int) -> None:

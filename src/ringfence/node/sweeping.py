@@ -27,6 +27,7 @@ from ringfence.node.journal import (
     root_from_json,
 )
 from ringfence.node.sandboxes import NodeSandbox
+from ringfence.node.state import unlock
 from ringfence.runtimes.contract import Handle, KnownByName, Pausable
 from ringfence.runtimes.launching.processes import ProcessRef
 
@@ -45,8 +46,6 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
     adopted: list[NodeSandbox] = []
     failures: list[RingfenceError] = []
     left: set[str] = set()
-    # Whether anybody else, or this node itself, may be making a sandbox at this moment.
-    busy = node.creating or bool(set(os.listdir(node.state.nodes)) - set(dead) - {node.state.owner})
     for group in _groups_of(node, dead):
         group.kill()
     for name in sorted(os.listdir(node.state.sandboxes)):
@@ -55,7 +54,7 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
         owner = str(journal.record.get("owner", "")) if journal else ""
         if owner not in dead and node.state.knows(owner):
             continue
-        if journal is None and busy and _young(folder):
+        if journal is None and _busy(node, dead) and _young(folder):
             left.update(dead)  # perhaps somebody is just about to write its intent: look again next time
             continue
         try:
@@ -83,7 +82,7 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
             await _wait_removed(group)
     for owner, lock in dead.items():
         if owner in left:
-            os.close(lock)
+            unlock(lock)
             continue
         node.ranges.sweep(owner)
         _sweep_files(node, owner)
@@ -95,6 +94,14 @@ async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSa
     if failures:
         raise failures[0]
     return adopted
+
+
+def _busy(node: Node, dead: dict[str, int]) -> bool:
+    """Whether anybody else, or this node itself, may be making a sandbox at this moment.
+
+    Asked when a folder has been seen, not before: its maker may have opened the state root just now.
+    """
+    return node.creating or bool(set(os.listdir(node.state.nodes)) - set(dead) - {node.state.owner})
 
 
 def _is_anothers(node: Node, record: dict[str, Any]) -> bool:
