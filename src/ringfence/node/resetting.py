@@ -91,10 +91,14 @@ async def _ready(node: Node, sandbox: NodeSandbox) -> Wall:
     if sandbox.standby is not None:
         task, sandbox.standby = sandbox.standby, None
         with contextlib.suppress(RingfenceError, OSError):
-            wall = await asyncio.shield(task)
+            try:
+                wall = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                sandbox.standby = task  # for the next reset, or for the end
+                raise
             if alive(wall.handle):
                 return wall
-            await _bury(node, sandbox, wall)
+            await to_the_end(_bury(node, sandbox, wall))
     return await _build(node, sandbox)
 
 

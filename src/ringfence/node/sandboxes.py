@@ -573,7 +573,7 @@ class NodeSandbox:
         """The end, if the wall is gone: the link breaks a moment before its death is reported."""
         if self.supervisor.cause is not None:
             return await self._verdict()
-        await asyncio.wait({self.ended}, timeout=1.0)
+        await supervising.ended_soon(self.ended, self.runtime, self.handle)
         return self.ended.result() if self.ended.done() else None
 
 

@@ -11,6 +11,7 @@ from ringfence.guest.processes import ProcessSpec
 from ringfence.images.contract import TemplateConfig
 from ringfence.model.errors import GuestRefused, LinkLost, RingfenceError, StartFailed
 from ringfence.model.quantities import format_duration
+from ringfence.node.supervising import ended_soon
 
 if TYPE_CHECKING:
     from ringfence.node.sandboxes import NodeProcess, NodeSandbox
@@ -74,7 +75,7 @@ async def start_and_wait(sandbox: NodeSandbox, config: TemplateConfig, name: str
     except TimeoutError:
         raise _failed(name, "ready", f"did not succeed within {format_duration(PATIENCE)}") from None
     except LinkLost as error:
-        await asyncio.wait({sandbox.ended}, timeout=1.0)
+        await ended_soon(sandbox.ended, sandbox.runtime, sandbox.handle)
         why = sandbox.ended.result().cause.value if sandbox.ended.done() else "its agent does not answer"
         raise _failed(
             name, "ready" if config.ready else "start", f"never succeeded: the sandbox ended ({why})"

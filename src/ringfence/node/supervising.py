@@ -16,15 +16,18 @@ import signal
 import time
 from collections.abc import Callable
 
+from ringfence.model.errors import RingfenceError
 from ringfence.model.levels import Cause
 from ringfence.model.quantities import format_duration, format_size
 from ringfence.model.sandbox import End
 from ringfence.model.values import dataclass
 from ringfence.node.cgroups import Group
-from ringfence.runtimes.contract import Exit, Handle
+from ringfence.runtimes.contract import Exit, Handle, Runtime
 from ringfence.runtimes.launching.processes import ProcessRef
 
 POLL = 0.1  # seconds between two looks at memory or processor time
+SOON = 1.0  # seconds in which a wall's end is mostly known after its link was lost
+DYING = 20.0  # the same, if nobody listens in it any more
 SHORTEST = 0.01  # seconds between two looks at processor time close to its limit
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -174,6 +177,20 @@ class Supervisor:
 
     def _later(self, name: str, delay: float, call: Callable[[], None]) -> None:
         self._timers[name] = asyncio.get_running_loop().call_later(delay, call)
+
+
+async def ended_soon(ended: asyncio.Future[End], runtime: Runtime, handle: Handle) -> None:
+    """Return when a wall has ended whose link was lost, or when it seems to live on.
+
+    A link breaks when the agent dies, and the death is known when the kernel has taken down everything inside
+    and somebody has reaped it: on a busy host that takes seconds. Nobody listens meanwhile.
+    """
+    await asyncio.wait({ended}, timeout=SOON)
+    if not ended.done():
+        try:
+            (await runtime.connect(handle)).close()
+        except RingfenceError:
+            await asyncio.wait({ended}, timeout=DYING)
 
 
 def end_of(cause: Cause, detail: str) -> End:
