@@ -161,7 +161,7 @@ class Commands:
             LinkLost: the sandbox is not known to have ended.
         """
         try:
-            record = await self._service.control.sandboxes.wait_for(principal, sandbox, FINAL, timeout=10.0)
+            record = await self._service.control.sandboxes.wait_for(principal, sandbox, FINAL, timeout=20.0)
         except NotFound:
             return {"exit_code": None, "signal": None, "cause": "killed", "detail": "the sandbox is gone"}
         except RingfenceError as error:

@@ -227,7 +227,7 @@ async def _collect(call: Call, process: GuestProcess, body: Start) -> Answer:
                     call.service.commands.signalled(call.sandbox, process.id, 9)
                     with contextlib.suppress(GuestRefused):
                         await kill_tree(await call.control.link(call.principal, call.sandbox), process.id)
-                    await asyncio.wait({following}, timeout=10)
+                    await asyncio.wait({following}, timeout=30)
             end = following.result() if following.done() else None
         finally:
             for task in (following, watching):
@@ -331,7 +331,7 @@ async def remove(call: Call) -> None:
             await kill_tree(link, info.id)
         process = await link.attach(info.id, output=False)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await process.wait()
         finally:
             await process.close()
