@@ -14,8 +14,8 @@ WORK = [f"print(sum(n * n for n in range({size})))" for size in range(1_000, 21_
 
 async def one(gate: asyncio.Semaphore, code: str) -> str:
     """One piece of work: what it printed."""
-    async with gate, AsyncSandbox.create(memory="128MiB", timeout="1m") as sandbox:
-        result = await sandbox.run(["python3", "-c", code], timeout=20)
+    async with gate, AsyncSandbox.create(memory="128MiB", timeout="5m") as sandbox:
+        result = await sandbox.run(["python3", "-c", code], timeout=120)
         return result.check().stdout.strip()
 
 
