@@ -30,7 +30,7 @@ from ringfence.placement.values import (
 from ringfence.placement.wire import Connection
 
 PATIENCE = 3.0  # seconds that a node may be gone before a call gives up
-_GREETING = 10.0
+_GREETING = 20.0  # seconds that a node may take to say who it is
 _LARGEST = 256 << 20  # bytes of an answer: a list of a hundred thousand sandboxes
 _Result = TypeVar("_Result")
 
