@@ -161,7 +161,7 @@ class Doors:
             await self._reap()
             try:
                 await self._launch()
-            except RingfenceError:
+            except (RingfenceError, OSError):  # no processes or descriptors left, perhaps: not for ever
                 await asyncio.sleep(wait)
                 wait = min(wait * 2, _BACKOFF[1])
                 continue

@@ -96,7 +96,8 @@ class Messages:
         try:
             await waiter
         finally:
-            self._loop.remove_writer(self._sock.fileno())
+            if not self.closed:
+                self._loop.remove_writer(self._sock.fileno())
 
     def _readable(self) -> None:
         try:
@@ -141,7 +142,9 @@ class Messages:
         if self.closed:
             return
         self.closed = True
+        # Both, before the number is somebody else's: what waits for room is cancelled a moment later only.
         self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
         if self._sender is not None:
             self._sender.cancel()
         for _, descriptors in self._outgoing:
