@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringfence.model.errors import RuntimeUnavailable
+from ringfence.runtimes.launching import sockets
 
 _carriers: list[subprocess.Popen[bytes]] = []  # to be reaped
 
@@ -58,8 +59,10 @@ class Endpoint:
             sock = socket.socket(found[0][0], socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
-            await loop.sock_connect(sock, self.path if self.path else found[0][4])
-            if not self.path:
+            if self.path:
+                await sockets.connect(sock, self.path)
+            else:
+                await loop.sock_connect(sock, found[0][4])
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except BaseException:
             sock.close()

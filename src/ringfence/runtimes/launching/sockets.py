@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator
 
 NAME = "guest.sock"
 BACKLOG = 64
+PATIENCE = 30.0  # seconds that a full backlog is waited for
 _LONGEST = 107  # bytes of a path in a sockaddr
 
 
@@ -81,3 +84,24 @@ def dial(folder: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+async def connect(sock: socket.socket, path: str, within: float = PATIENCE) -> None:
+    """Connect a non-blocking unix socket; waits while whoever listens is behind with accepting.
+
+    Not the event loop's ``sock_connect``: a full backlog is no connection on its way, but that one takes it
+    for one, and then for one that has come about.
+
+    Raises:
+        OSError: nobody listens, or the backlog stays full (``BlockingIOError``).
+    """
+    pause, end = 0.001, time.monotonic() + within
+    while True:
+        try:
+            sock.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, 0.05)

@@ -13,6 +13,7 @@ import socket
 import time
 
 from ringfence.model.errors import HostLimit, LinkLost
+from ringfence.runtimes.launching import sockets
 
 NAME = "control.sock"
 TIMEOUT = 10.0  # seconds of one call
@@ -32,7 +33,7 @@ async def call(folder: str, line: str, within: float = TIMEOUT) -> str:
         place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             async with asyncio.timeout(within):
-                await loop.sock_connect(sock, f"/proc/self/fd/{place}/{NAME}")
+                await sockets.connect(sock, f"/proc/self/fd/{place}/{NAME}")
                 # What a caller before us did not wait for must not be taken for our answer.
                 mark = secrets.token_hex(8)
                 await loop.sock_sendall(sock, f"echo {mark}\n{line}\n".encode())

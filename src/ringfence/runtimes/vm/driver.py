@@ -420,8 +420,8 @@ class QemuRuntime(LaunchedRuntime):
                 if not piece:
                     loop.remove_reader(console)
 
-        loop.add_reader(console, heard)
         stream = await _dial(spec.folder, STREAM)
+        loop.add_reader(console, heard)
         try:
             if restored:
                 from ringfence.runtimes.vm import images
@@ -515,7 +515,7 @@ async def _dial(folder: str, name: str) -> socket.socket:
     try:
         place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, f"/proc/self/fd/{place}/{name}")
+            await sockets.connect(sock, f"/proc/self/fd/{place}/{name}")
         finally:
             os.close(place)
     except OSError as error:

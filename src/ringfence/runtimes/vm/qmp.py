@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ringfence.model.errors import HostLimit, LinkLost
+from ringfence.runtimes.launching import sockets
 
 NAME = "qmp.sock"
 _MOST = 1 << 20  # bytes of one answer
@@ -43,7 +44,7 @@ class Qmp:
             place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 async with asyncio.timeout(within):
-                    await asyncio.get_running_loop().sock_connect(sock, f"/proc/self/fd/{place}/{NAME}")
+                    await sockets.connect(sock, f"/proc/self/fd/{place}/{NAME}")
                     await made._line()  # the greeting
                     await made.call("qmp_capabilities")
             finally:
