@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ringfence.node.volumes import Volumes
 
 BeforeStart = Callable[[NodeSandbox], Awaitable[object]]
-CLEAN_TIME = 10.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
+CLEAN_TIME = 30.0  # seconds that a dead sandbox's cgroups may stay busy before we call them stuck
 
 
 class Node:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence.model.errors import HostLimit, RingfenceError
 from ringfence.model.ids import SANDBOX_ID
-from ringfence.node import disks, supervising
+from ringfence.node import cgroups, disks, supervising
 from ringfence.node.cgroups import Group
 from ringfence.node.groups import KEPT, is_of
 from ringfence.node.journal import (
@@ -34,7 +34,7 @@ from ringfence.runtimes.launching.processes import ProcessRef
 if TYPE_CHECKING:
     from ringfence.node.service import Node
 
-DEATH_TIME = 3.0  # seconds for killed processes to be gone
+DEATH_TIME = 10.0  # seconds for killed processes to be gone
 
 
 async def sweep(node: Node, dead: dict[str, int], *, adopt: bool) -> list[NodeSandbox]:
@@ -306,12 +306,12 @@ def _sweep_groups(node: Node) -> None:
     harms nothing, if anything lives there after all.
     """
     for name in node.cgroups.names():
+        group = node.cgroups.group(name)
         if found := SANDBOX_ID.match(name):  # a number follows where it was reset
-            if (node.state.sandboxes / found[0]).exists() or not _old_group(name):
+            if (node.state.sandboxes / found[0]).exists() or not _old_group(name) or _just_made(node, name):
                 continue
         elif not _dead_owner(name.removeprefix(KEPT), node.boot):
             continue
-        group = node.cgroups.group(name)
         # Also none of another PID namespace (a container that has this tree): its numbers are not shown here.
         if not group.processes() and group.is_empty():
             with contextlib.suppress(RingfenceError):
@@ -332,6 +332,15 @@ def _old_group(name: str) -> bool:
         number = number << 5 | "0123456789abcdefghjkmnpqrstvwxyz".index(letter)
     born = number >> 2  # 48 bits of milliseconds in the first fifty
     return time.time() * 1000 - born > 60_000
+
+
+def _just_made(node: Node, name: str) -> bool:
+    """Made within the last minute: a sandbox that is reset or woken may be older than its groups."""
+    for root in set(node.cgroups.roots.values()):
+        with contextlib.suppress(OSError):
+            if time.time() - os.stat(f"{root}/{cgroups.NAME}/{name}").st_ctime < 60.0:
+                return True
+    return False
 
 
 def _sweep_files(node: Node, dead: str) -> None:

@@ -352,6 +352,7 @@ from ringfence.node.service import Node
 
 async def main():
     sweeping._old_group = lambda name: True
+    sweeping._just_made = lambda node, name: False
     node = await Node.open(Path(sys.argv[1]))
     seen = node.cgroups.names()
     type(node.cgroups).names = lambda _: [name for name in seen if name == sys.argv[2]]  # no test's but ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,10 +16,12 @@ from ringfence.guest.processes import ProcessSpec
 from ringfence.model.ids import new_id
 from ringfence.model.levels import Cause
 from ringfence.node import resetting, sweeping
+from ringfence.node.cgroups import GroupLimits
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.node.service import Node
 from ringfence.node.state import StateRoot
-from support.nodes import run
+from support.leaks import Leaks
+from support.nodes import ask, run
 
 Make = Callable[..., Awaitable[NodeSandbox]]
 
@@ -42,6 +45,41 @@ async def test_a_folder_of_a_node_that_opened_just_now_is_left_alone(
     finally:
         other[0].give_folder(node.state.folder(name))
         other[0].close()
+
+
+async def test_a_group_that_was_made_just_now_for_an_old_sandbox_is_left_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox of another state root that is reset, or woken, whose new wall is not in it yet."""
+    if not node.cgroups.roots:
+        pytest.skip("no cgroups")
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda real=time.time_ns: real() - 300 * 10**9)
+        patch.setattr(time, "time", lambda real=time.time: real() - 300)
+        name = f"{new_id('sb')}-1"
+    assert sweeping._old_group(name)
+    group = node.cgroups.create(name, GroupLimits(64 << 20, 1.0, 64))
+    try:
+        sweeping._sweep_groups(node)
+        assert name in node.cgroups.names()
+    finally:
+        assert group.remove()
+
+
+async def test_an_exit_that_the_launcher_records_late_is_known_all_the_same(no_leaks: Leaks) -> None:
+    async with await Node.open() as node:
+        sandbox = await node.create(ask(keep=True))
+    async with await Node.open() as node:
+        (sandbox,) = node.sandboxes()
+        launcher = sandbox.journal.record["launcher"][0]
+        os.kill(launcher, signal.SIGSTOP)
+        try:
+            os.kill(sandbox.handle.pid, signal.SIGKILL)
+            await asyncio.sleep(2)
+        finally:
+            os.kill(launcher, signal.SIGCONT)
+        assert "SIGKILL" in (await sandbox.ended).detail
+        await sandbox.destroy()
 
 
 async def test_a_wall_whose_death_is_told_late_has_ended_all_the_same(node: Node, one: Make) -> None:
