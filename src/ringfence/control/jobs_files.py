@@ -178,7 +178,10 @@ class Log:
 
     def close(self) -> None:
         """Done."""
-        self._file.close()
+        if not self._file.closed:
+            with self._file:
+                self._file.flush()
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # also for a child that is being forked and has a copy
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, int, int]]:

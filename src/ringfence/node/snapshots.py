@@ -36,7 +36,7 @@ from ringfence.model.errors import HostLimit, InvalidRequest, NotFound, WrongSta
 from ringfence.model.sandbox import Owner, SandboxRequest
 from ringfence.model.values import dataclass
 from ringfence.node import journal, trees
-from ringfence.node.state import StateRoot
+from ringfence.node.state import StateRoot, unlock
 from ringfence.node.troubles import host_limit
 
 FORMAT = 1
@@ -346,7 +346,7 @@ class SnapshotStore:
         except OSError:
             return True
         finally:
-            os.close(lock)
+            unlock(lock)
         return False
 
     def _take_away(self, name: str) -> Path:

@@ -24,7 +24,7 @@ from ringfence.model.levels import Boundary
 from ringfence.model.sandbox import SandboxRequest
 from ringfence.node import starting
 from ringfence.node.service import Node
-from ringfence.node.state import StateRoot
+from ringfence.node.state import StateRoot, unlock
 from ringfence.node.volumes import RUNTIMES, Volumes
 from ringfence.placement.attaching import Attachments, no_volumes, no_wall
 from ringfence.placement.contract import Capacity, Placed, PlacedSpec
@@ -93,7 +93,7 @@ class Hosting:
         except BaseException:
             await node.close()
             if lock >= 0:
-                os.close(lock)
+                unlock(lock)
             raise
         made = cls(node, graves, volumes, happened)
         made._lock = lock
@@ -117,7 +117,7 @@ class Hosting:
                 await context.close()
         finally:
             self.volumes.volumes.close()
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = -1
 
     def _renew(self) -> None:
