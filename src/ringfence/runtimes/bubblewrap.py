@@ -43,7 +43,7 @@ from ringfence.runtimes.launching.plan import (
 from ringfence.runtimes.launching.processes import kill_tree, readable
 from ringfence.runtimes.launching.steps import MASKED, add_cgroups, add_limits, writable_folders
 
-START_TIMEOUT = 10.0  # seconds until the agent behind bwrap must answer
+START_TIMEOUT = 25.0  # seconds until the agent behind bwrap must answer
 _LISTEN, _ARGS, _SECCOMP, _INFO, _AGENT, _CGROUPS = 3, 4, 5, 6, 7, 8
 _MOST_TEXT = 4096  # bytes of bwrap's own messages
 _STAGE = f"{STAGE}/stage"
@@ -451,7 +451,7 @@ async def _child_pid(info: int) -> int:
 async def _said(child: Child, words: int) -> str:
     """What bwrap wrote to its stderr, once it has ended."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await asyncio.shield(child.exited)
     with contextlib.suppress(OSError):
         return os.read(words, _MOST_TEXT).decode(errors="replace").strip().removeprefix("bwrap: ")

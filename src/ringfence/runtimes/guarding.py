@@ -45,7 +45,8 @@ START_DEADLINE = 30.0  # seconds; a real start takes milliseconds, a VM a few se
 PROBE_DEADLINE = 20.0  # the contract's own figure
 CONNECT_DEADLINE = 10.0
 STOP_MARGIN = 5.0  # seconds beyond the grace after which stopping becomes killing
-DESTROY_DEADLINE = 20.0
+DESTROY_DEADLINE = 40.0
+PAUSE_DEADLINE = 30.0  # what waits for a disk is not still before the disk has answered
 MEASURE_DEADLINE = 10.0
 SNAPSHOT_DEADLINE = 120.0  # a wall's memory is written to a disk
 _Result = TypeVar("_Result")
@@ -411,14 +412,14 @@ class _GuardedPausable(Guarded):
         """See the contract."""
         self._wall(handle, "pause", "running")
         assert isinstance(self.driver, Pausable)
-        async with self._deadline("pause", handle, MEASURE_DEADLINE):
+        async with self._deadline("pause", handle, PAUSE_DEADLINE):
             await self.driver.pause(handle)
 
     async def resume(self, handle: Handle) -> None:
         """See the contract."""
         self._wall(handle, "resume", "running")
         assert isinstance(self.driver, Pausable)
-        async with self._deadline("resume", handle, MEASURE_DEADLINE):
+        async with self._deadline("resume", handle, PAUSE_DEADLINE):
             await self.driver.resume(handle)
 
 

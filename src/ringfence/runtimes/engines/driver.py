@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from ringfence.model.sandbox import EffectiveBoundary
     from ringfence.runtimes.context import RuntimeContext
 
-_GONE_TIMEOUT = 15.0  # seconds that the engine may take to remove a container
+_GONE_TIMEOUT = 30.0  # seconds that the engine may take to remove a container
+_CODE_TIMEOUT = 20.0  # seconds from a wall's end until the engine must have said how it ended
 _T = TypeVar("_T")
 # OCI runtimes whose container is not made of this kernel's namespaces, by what their name begins with.
 _OTHERS = {
@@ -307,7 +308,7 @@ class EngineRuntime(LaunchedRuntime):
         try:
             await self.ref(handle).wait()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(_CODE_TIMEOUT):
                     code = await asking
                     if code is not None:
                         return Exit(signal=code - 128) if code > 128 else Exit(code=code)

@@ -32,7 +32,7 @@ from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import Plan
 from ringfence.runtimes.launching.processes import ProcessRef
 
-START_TIMEOUT = 15.0  # seconds until the agent behind the program must answer
+START_TIMEOUT = 25.0  # seconds until the agent behind the program must answer
 LISTEN = 3  # the agent's listening socket; the workload's cgroups follow
 _VERSION_TIMEOUT = 30.0  # seconds; from a cold disk it takes some
 _MOST_TEXT = 8192  # bytes of a program's own messages
@@ -324,7 +324,7 @@ def _namespace(pid: int) -> str | None:
 async def _text(child: Child, words: int) -> str:
     """What the program wrote, once it has ended."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await asyncio.shield(child.exited)
     with contextlib.suppress(OSError):
         return os.read(words, _MOST_TEXT).decode(errors="replace")

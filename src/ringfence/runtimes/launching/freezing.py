@@ -16,7 +16,7 @@ from ringfence.runtimes.contract import Handle
 if TYPE_CHECKING:
     from ringfence.runtimes.launching.launcher import Child
 
-TIMEOUT = 5.0  # seconds until every process must be frozen
+TIMEOUT = 20.0  # seconds until every process must be frozen
 
 
 def _switch(procs: Iterable[str]) -> tuple[str, str, str] | None:
