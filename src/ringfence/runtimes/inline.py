@@ -113,6 +113,8 @@ class _Work:
     def __init__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name = getattr(call, "__qualname__", type(call).__name__)
         self._event = threading.Event()
+        self._ending = threading.Lock()
+        self._ended = False
         self._thread: threading.Thread | None = None
         self.future: asyncio.Future[Any]
         # An object with `async def __call__` and a partial of a coroutine function count as well.
@@ -133,14 +135,20 @@ class _Work:
 
         def body() -> None:
             _token.set(self._event)
+            outcome: tuple[bool, Any] = (True, DeadlineExceeded(f"{self.name} was cancelled"))
             try:
-                outcome: tuple[bool, Any] = (False, call(*args, **kwargs))
-            except Cancelled:
-                outcome = (True, DeadlineExceeded(f"{self.name} was cancelled"))
-            except StopIteration as error:  # no future takes it
-                outcome = (True, RuntimeError(f"{self.name} raised {error!r}"))
-            except BaseException as error:
-                outcome = (True, error)
+                try:
+                    outcome = (False, call(*args, **kwargs))
+                except StopIteration as error:  # no future takes it
+                    outcome = (True, RuntimeError(f"{self.name} raised {error!r}"))
+                except Cancelled:
+                    pass
+                except BaseException as error:
+                    outcome = (True, error)
+                with self._ending:
+                    self._ended = True
+            except Cancelled:  # it came when the call had ended: nobody is left whom it could stop
+                self._ended = True
             if not loop.is_closed():
                 loop.call_soon_threadsafe(told, *outcome)
 
@@ -159,9 +167,11 @@ class _Work:
         self._event.set()
         if self._thread is None:
             self.future.cancel()
-        elif self._thread.ident is not None and not self.future.done():
-            number = ctypes.c_ulong(self._thread.ident)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(Cancelled))
+        elif self._thread.ident is not None:
+            with self._ending:  # from its end on the thread must not be hit any more
+                if not self._ended:
+                    number = ctypes.c_ulong(self._thread.ident)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(Cancelled))
         done, _ = await asyncio.wait({self.future}, timeout=grace)
         if done and not self.future.cancelled():
             self.future.exception()  # seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -131,3 +132,24 @@ def test_its_name_is_known_and_no_wall() -> None:
     assert "inline" not in registry.names()
     with pytest.raises(Unsupported, match="no wall"):
         registry.load("inline", None)  # type: ignore[arg-type]
+
+
+async def test_one_that_ends_at_that_very_moment_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    at_the_end, go_on = threading.Event(), threading.Event()
+    tell = loop.call_soon_threadsafe
+
+    def slowly(*arguments: Any) -> None:
+        at_the_end.set()
+        go_on.wait(30)
+        tell(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "call_soon_threadsafe", slowly)
+        work = inline._Work(lambda: 7, (), {})
+        at_the_end.wait(30)
+        stopping = asyncio.ensure_future(work.stop(2.0))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await stopping
+    assert work.future.result() == 7
