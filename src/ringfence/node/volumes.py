@@ -22,6 +22,7 @@ import shutil
 import stat
 import subprocess
 import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ USER = 1000  # inside: whose the files are that are imported
 RUNTIMES = frozenset({"jail", "nsjail", "runc", "gvisor"})  # that show owners as inside: tests prove it
 _MS_BIND, _MS_SHARED, _MNT_DETACH = 4096, 1 << 20, 2
 _TIMEOUT = 120.0
+_BUSY = 2.0  # seconds that a volume to remove may be busy before we say that it is in use
 DEEPEST = 200  # folders below each other in an export
 
 
@@ -196,8 +198,11 @@ class Volumes:
         place = self._place(name)
         if not place.exists():
             return
-        if not self.release(name):
-            raise WrongState(f"volume {name} is in use", hint="end the sandboxes that have it first")
+        end = time.monotonic() + _BUSY
+        while not self.release(name):
+            if time.monotonic() > end:
+                raise WrongState(f"volume {name} is in use", hint="end the sandboxes that have it first")
+            time.sleep(0.02)  # whoever looks at it for a moment (df, a backup) holds it for that moment
         try:
             gone = self.folder / (name + PART)
             _discard(gone)
