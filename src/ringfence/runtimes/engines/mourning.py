@@ -48,14 +48,15 @@ class Mourning:
         address = [endpoint.path, endpoint.host, endpoint.port, list(endpoint.command)]
         self._watched[name] = {"name": name, "endpoint": address}
         try:
-            if self._process is None or self._process.poll() is not None:
-                if self._process is not None and self._process.stdin is not None:
-                    self._process.stdin.close()
-                self._process = _spawn()  # and is told of those that one before it knew
-                for known in self._watched.values():
-                    self._say(known)
-            else:
-                self._say(self._watched[name])
+            if self._process is not None and self._process.poll() is None:
+                with contextlib.suppress(BrokenPipeError):  # it is being killed at this moment
+                    self._say(self._watched[name])
+                    return
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.close()
+            self._process = _spawn()  # and is told of those that one before it knew
+            for known in self._watched.values():
+                self._say(known)
         except OSError as error:
             del self._watched[name]
             raise HostLimit(
