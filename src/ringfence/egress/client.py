@@ -26,6 +26,7 @@ __all__ = ["DoorSpec", "Doors", "ProjectLimits"]
 Dial = Callable[[], Awaitable[socket.socket]]
 _START = 30.0  # seconds for the process to come up
 _CALL = 60.0
+_LAST = 2.0  # seconds for one that has no owner any more, to end
 _BACKOFF = (0.05, 5.0)  # seconds between tries: the first, the longest
 _MOST_EVENTS = 10_000
 _POSTS = 8  # questions that are posted at once
@@ -138,9 +139,15 @@ class Doors:
         if self._messages is not None:
             self._messages.close()
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            # It ends by itself, mostly it has: a signal at that moment would find it dead before asyncio's
+            # own waiting does, which then tells the user of a child that it does not know.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST):
+                    await process.wait()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
 
     def _ended(self) -> None:
         """The process has gone: every door is shut until there is another."""

@@ -62,3 +62,20 @@ async def test_a_host_that_can_start_none_at_the_moment_is_asked_again(
     monkeypatch.setattr(doors, "_launch", launch)
     await doors._restart()
     assert len(tries) == 2
+
+
+async def test_nobody_is_told_of_a_child_that_is_not_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each process dies at the moment at which it is cleared away."""
+    doors = Doors(tmp_path, {})
+    for _ in range(150):
+        dying = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", "kill -9 $$", stdout=asyncio.subprocess.PIPE
+        )
+        assert dying.stdout is not None
+        await dying.stdout.read()
+        doors._process = dying
+        await doors._reap()
+        assert dying.returncode == -9
+    assert [record.getMessage() for record in caplog.records] == []
