@@ -381,7 +381,7 @@ class Group:
             pids = self.processes()
             if not pids:
                 return
-            for pid in pids:
+            for pid in filter(None, pids):  # 0: of a pid namespace that we don't see
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import socket
 import struct
@@ -73,6 +75,32 @@ async def test_descriptors_arrive_at_their_numbers_and_no_others(launcher: Launc
         words = file.read().split()
     # 0 and 2 are /dev/null, 3 is ls's own view of the folder.
     assert words == ["0", "1", "2", "3", "9", "given"]
+
+
+async def test_a_child_without_a_descriptor_for_it_fails_and_dies(launcher: Launcher, tmp_path: Path) -> None:
+    """As many as it may have are open when the answer comes: its end would never be heard."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened: list[int] = []
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limit[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.dup(0))
+
+    plan = program("/bin/sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    try:
+        with pytest.raises(HostLimit, match="no file descriptor left"):
+            await launcher.spawn(plan, meanwhile=fill)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert opened
+    if (told := tmp_path / "pid").exists() and (text := told.read_text()):
+        while Path(f"/proc/{text.strip()}").exists():
+            await asyncio.sleep(0.01)
+    assert await run(launcher, "/bin/true") == 0  # and it goes on
 
 
 async def test_a_limit_of_open_files_does_not_hinder_the_start(launcher: Launcher) -> None:

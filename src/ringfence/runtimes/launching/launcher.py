@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import socket
 import struct
 from collections.abc import Callable
@@ -198,7 +199,7 @@ class Launcher:
     def _receive(self) -> None:
         for _ in range(64):
             try:
-                data, control, _flags, _address = self._sock.recvmsg(
+                data, control, flags, _address = self._sock.recvmsg(
                     _REPLY.size, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
@@ -213,9 +214,9 @@ class Launcher:
             for level, kind, payload in control:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     pidfd = array.array("i", payload)[0]
-            self._handle(data, pidfd)
+            self._handle(data, pidfd, bool(flags & socket.MSG_CTRUNC))
 
-    def _handle(self, data: bytes, pidfd: int) -> None:
+    def _handle(self, data: bytes, pidfd: int, cut: bool) -> None:
         kind, serial, pid, number, status, index, landlock, _reserved, birth, step = _REPLY.unpack(data)
         if kind == _EXITED:
             child = self._running.pop(serial, None)
@@ -223,7 +224,14 @@ class Launcher:
                 child.exited.set_result(status)
             return
         plan, keep, answer = self._starting.pop(serial)
-        if kind == _STARTED:
+        if kind == _STARTED and cut:
+            # There was no descriptor for it. Nobody would hear of its end, or could signal it safely later.
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            if not answer.done():
+                hint = "raise its limit of open files: ulimit -n"
+                answer.set_exception(HostLimit("this process has no file descriptor left", hint=hint))
+        elif kind == _STARTED:
             child = Child(pid, birth, pidfd, landlock, keep, self._loop.create_future())
             if pidfd >= 0:
                 self._running[serial] = child
