@@ -350,11 +350,11 @@ class GuestLink:
         reply = await self._wire.request(_STATS, [], "stats")
         return parse_stats(reply)
 
-    async def quiesce(self, deadline: float = 5.0) -> int:
+    async def quiesce(self, deadline: float = 30.0) -> int:
         """Prepare for a snapshot; the guest closes every link after its answer.
 
         Args:
-            deadline: seconds that it may take.
+            deadline: seconds that it may take: what was written is brought to the disk first.
 
         Returns:
             The epoch that ends now; after the wake it is one more.

@@ -43,7 +43,7 @@ from ringfence.runtimes.contract import (
 
 START_DEADLINE = 30.0  # seconds; a real start takes milliseconds, a VM a few seconds
 PROBE_DEADLINE = 20.0  # the contract's own figure
-CONNECT_DEADLINE = 10.0
+CONNECT_DEADLINE = 30.0
 STOP_MARGIN = 5.0  # seconds beyond the grace after which stopping becomes killing
 DESTROY_DEADLINE = 40.0
 PAUSE_DEADLINE = 30.0  # what waits for a disk is not still before the disk has answered

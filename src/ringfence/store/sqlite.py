@@ -27,7 +27,7 @@ from ringfence.store.watching import Watchers
 
 _T = TypeVar("_T")
 
-BUSY = 5.0  # seconds that a write waits for another process's
+BUSY = 15.0  # seconds that a write waits for another process's
 _MOVE_AFTER = 300  # transactions in the log
 _LOOK = 0.05  # seconds between two looks at what other processes changed
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXIT_FILE = "exit"
 DESTROY_TIMEOUT = 30.0  # seconds from SIGKILL until the kernel must have taken the wall down
 _QUICK = 1.0  # of these: whoever still stands then may be frozen, though not by us
-BACKLOG_TIMEOUT = 5.0  # seconds that a full backlog of the agent is waited for
+BACKLOG_TIMEOUT = 20.0  # seconds that a full backlog of the agent is waited for
 _REAP_TIMEOUT = 10.0  # seconds from a process's death until its launcher has recorded it
 
 
