@@ -181,6 +181,10 @@ void children_look(void); /* without waiting for a signal */
 extern bool children_none; /* the last wait found no child at all */
 bool signals_start(void);
 
+/* --- copies.c --- */
+bool copies_waiting(void); /* a zygote has been asked, and no report has come */
+void copies_take(void);    /* whatever reports have come */
+
 /* --- queue.c: bytes of the host on their way to a descriptor --- */
 struct chunk;
 struct queue {

@@ -45,6 +45,22 @@ bool child_known(pid_t pid)
 
 void children_look(void) { wanted = true; }
 
+/* As wait4 for any child. A copy of a zygote writes its report before it ends: if the report was not read before it is
+ * reaped, its end would be nobody's. */
+static pid_t next_ended(int *status, struct rusage *usage)
+{
+    siginfo_t info = {0};
+    if (!copies_waiting())
+        return wait4(-1, status, WNOHANG, usage);
+    if (waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) < 0)
+        return -1;
+    if (info.si_pid == 0)
+        return 0;
+    if (!child_known(info.si_pid))
+        copies_take();
+    return wait4(info.si_pid, status, WNOHANG, usage);
+}
+
 void children_reap(void)
 {
     if (!wanted)
@@ -52,7 +68,7 @@ void children_reap(void)
     for (int i = 0; i < REAP_MAX; i++) {
         struct rusage usage;
         int status;
-        pid_t pid = wait4(-1, &status, WNOHANG, &usage);
+        pid_t pid = next_ended(&status, &usage);
         if (pid <= 0) {
             wanted = false;
             children_none = pid < 0 && errno == ECHILD;

@@ -67,13 +67,35 @@ int copy_take(struct process *process)
     return 0;
 }
 
+static bool waits(const struct process *process)
+{
+    return process->state == PROCESS_STARTING && process->asked_ns != 0;
+}
+
+bool copies_waiting(void)
+{
+    for (const struct process *process = processes; process != NULL; process = process->next)
+        if (waits(process))
+            return true;
+    return false;
+}
+
+void copies_take(void)
+{
+    for (struct process *process = processes, *next; process != NULL; process = next) {
+        next = process->next; /* it may be freed */
+        if (waits(process))
+            process_resolve(process);
+    }
+}
+
 /* Zygotes that did not answer in time. */
 static void ask_over(struct timer *timer)
 {
     uint64_t now = now_ns(), first = 0;
     for (struct process *process = processes, *next; process != NULL; process = next) {
         next = process->next;
-        if (process->state != PROCESS_STARTING || process->asked_ns == 0)
+        if (!waits(process))
             continue;
         if (now - process->asked_ns >= ASK_NS)
             process_failed(process, ETIMEDOUT, "zygote");

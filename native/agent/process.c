@@ -218,7 +218,7 @@ void process_failed(struct process *process, int error, const char *step)
 }
 
 /* The child has either reported a failing step, or its end of the pipe closed by a successful exec. */
-static void resolve_start(struct process *process)
+void process_resolve(struct process *process)
 {
     uint32_t words[2];
     int error = 0;
@@ -244,7 +244,7 @@ static void resolve_start(struct process *process)
 static void status_ready(struct source *source, uint32_t events)
 {
     (void)events;
-    resolve_start((struct process *)((char *)source - offsetof(struct process, status)));
+    process_resolve((struct process *)((char *)source - offsetof(struct process, status)));
 }
 
 static void process_ended(struct child *child, int status, const struct rusage *usage)
@@ -252,7 +252,7 @@ static void process_ended(struct child *child, int status, const struct rusage *
     struct process *process = (struct process *)((char *)child - offsetof(struct process, child));
     if (process->state == PROCESS_STARTING) {
         const struct process *before = process;
-        resolve_start(process);
+        process_resolve(process);
         bool there = false;
         for (struct process *at = processes; at != NULL && !there; at = at->next)
             there = at == before;

@@ -56,6 +56,8 @@ struct process {
 extern struct process *processes; /* newest first */
 void process_failed(struct process *process, int error, const char *step); /* its start did; frees it */
 
+void process_resolve(struct process *process);
+
 int copy_from(const struct process *process);
 int copy_take(struct process *process); /* reads its report: 0, an errno, or -1: none yet */
 void copy_wait(struct process *process);

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from wall import CLOSE, DATA, ERROR, REPLY, AgentError, Client, Wall, argv, follow, number, numbers, parse
+from wall import (
+    CLOSE,
+    DATA,
+    ERROR,
+    PING,
+    REPLY,
+    AgentError,
+    Client,
+    Wall,
+    argv,
+    follow,
+    number,
+    numbers,
+    parse,
+)
 
 START, ATTACH, SIGNAL, LIST, RESIZE, REMOVE = range(1, 7)
 PTY, STDIN, ROOT, DETACHED, ZYGOTE = 1, 2, 8, 32, 64
@@ -34,6 +51,12 @@ while True:
             os.close(go)
             os.read(wait, 1)
             os.setsid()
+            if "AFTER" in env:
+                open(env["AFTER"] + ".waits", "w").close()
+                while not os.path.exists(env["AFTER"]):
+                    time.sleep(0.005)
+                say(os.getpid())
+                os._exit(7)
             os.chdir(data.split(b"\0")[0])
             for n in range(3):
                 os.dup2(fds[n], n)
@@ -98,6 +121,22 @@ def refused(client: Client, *call: object, **options: int) -> int:
 def known(client: Client) -> set[str]:
     """All ids."""
     return {dict(parse(value))[1].decode() for tag, value in parse(client.call(LIST)) if tag == 1}
+
+
+def ended_children(pid: int) -> int:
+    """How many of its children have ended and are not reaped."""
+    states = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        states.append(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0])
+    return states.count("Z")
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Poll until it holds."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
 
 
 def test_a_copy_is_a_command_as_any_other(client: Client, zygote: int) -> None:
@@ -169,10 +208,7 @@ def test_a_lost_link_leaves_nothing_of_a_copy(client: Client, zygote: int, walle
     client.ping()
     client.close()
     other = walled.client()
-    until = time.monotonic() + 60
-    while known(other) != {"z"}:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: known(other) == {"z"}, "it is still known")
 
 
 def test_who_can_be_asked_and_for_what(client: Client, zygote: int) -> None:
@@ -198,6 +234,32 @@ def test_who_can_be_asked_and_for_what(client: Client, zygote: int) -> None:
     while client.frame(zygote).type != CLOSE:
         pass
     assert refused(client, "b", "copy") == errno.ESRCH
+
+
+def test_one_that_ends_before_its_report_is_read_is_a_command_all_the_same(
+    client: Client, zygote: int, walled: Wall
+) -> None:
+    first, second, agent = walled.work / "first", walled.work / "second", walled.pid
+    other = client.open(START, (1, "other"), *argv("sh", "-c", f"until [ -e {first} ]; do sleep 0.01; done"))
+    client.reply(other)
+    channel = ask(client, "a", "copy", (3, f"AFTER={second}"))
+    until((walled.work / "second.waits").exists, "it was not copied")
+    links = [client, *(walled.client() for _ in range(63))]
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        until(lambda: Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[0] == "T", "runs on")
+        # It hears of 64 things at once, in their order. So it reaps before it comes to the report.
+        first.touch()
+        until(lambda: ended_children(agent) == 1, "the command did not end")
+        for link in links:
+            link.send(PING, 0, b"x")
+        second.touch()
+        until(lambda: ended_children(agent) == 2, "the copy did not end")
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert numbers(client.reply(channel))[2] == 1
+    assert follow(client, channel).code == 7
+    assert follow(client, other).code == 0
 
 
 def test_many_at_once(client: Client, zygote: int) -> None:
