@@ -146,6 +146,7 @@ extern struct link *links;
 extern unsigned link_count;
 bool link_listen(void);
 void link_unlisten(void);
+bool link_prepare(void); /* memory for the next one is there */
 void link_adopt(int in, int out, bool stream);
 void link_send(struct link *link, uint32_t channel, uint8_t type, const void *head, size_t head_size,
                const void *body, size_t body_size);

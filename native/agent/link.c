@@ -415,9 +415,20 @@ static void out_ready(struct source *source, uint32_t events)
     mark_dirty((struct link *)((char *)source - offsetof(struct link, out)));
 }
 
+static struct link *prepared;
+
+/* Before a socket is taken: without memory it can wait where it is, later it could only be closed. */
+bool link_prepare(void)
+{
+    if (prepared == NULL)
+        prepared = calloc(1, sizeof *prepared);
+    return prepared != NULL;
+}
+
 void link_adopt(int in, int out, bool stream)
 {
-    struct link *link = calloc(1, sizeof *link);
+    struct link *link = link_prepare() ? prepared : NULL;
+    prepared = NULL;
     if (link == NULL) {
         close(in);
         if (out != in)

@@ -22,7 +22,10 @@ static void accept_links(struct source *source, uint32_t events)
 {
     (void)events;
     for (int i = 0; i < 8; i++) {
-        int fd = accept4(source->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        int fd = -1;
+        errno = ENOMEM;
+        if (link_prepare())
+            fd = accept4(source->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0) {
             if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) { /* out of descriptors or memory */
                 loop_arm(source, 0);

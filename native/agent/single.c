@@ -44,7 +44,8 @@ static int open_link(struct mux *unused, struct mux_link *link)
     (void)unused;
     (void)link;
     int ends[2];
-    if (link_count >= config.max_links || socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) < 0)
+    if (link_count >= config.max_links || !link_prepare() ||
+        socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) < 0)
         return -1;
     link_adopt(ends[0], ends[0], false);
     return ends[1];

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
+import select
 import socket
 import struct
 import threading
@@ -360,3 +362,21 @@ def test_frames_right_behind_the_hello_are_answered_after_it() -> None:
         client.reply(1)
         ended = follow(client, 1)
         assert (ended.code, bytes(ended.out[1])) == (0, b"hi\n")
+
+
+@pytest.mark.skipif("RINGFENCE_AGENT" in os.environ, reason="AddressSanitizer does not live without memory")
+def test_who_dials_while_there_is_no_memory_waits_for_it(walled: Wall) -> None:
+    client = walled.client()
+    before = resource.prlimit(walled.pid, resource.RLIMIT_AS)
+    resource.prlimit(walled.pid, resource.RLIMIT_AS, (1, before[1]))
+    waiting = [walled.connect() for _ in range(63)]
+    try:
+        for _ in range(16):  # each a turn of its loop, in which it accepts up to 8
+            client.ping()
+        # Control: it was out of memory before it had accepted all.
+        assert len(os.listdir(f"/proc/{walled.pid}/fd")) < 63
+        assert not select.select(waiting, [], [], 0)[0], "it was closed"
+    finally:
+        resource.prlimit(walled.pid, resource.RLIMIT_AS, before)
+    for sock in waiting:
+        Client(sock).close()
