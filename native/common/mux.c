@@ -182,6 +182,16 @@ bool mux_busy(const struct mux *mux)
     return false;
 }
 
+bool mux_number_free(const struct mux *mux)
+{
+    unsigned numbers = 0, used = 0;
+    for (unsigned i = 0; i < MUX_SLOTS; i++) {
+        used += mux->links[i].used;
+        numbers += mux->links[i].used && mux->links[i].id != 0;
+    }
+    return used < MUX_SLOTS && numbers < MUX_NUMBERS;
+}
+
 bool mux_adopt(struct mux *mux, int fd)
 {
     if (!mux->open || mux_live(mux) >= MUX_LINKS || mux_live(mux) >= mux->peer_links)

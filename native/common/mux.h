@@ -60,6 +60,7 @@ void mux_forget(struct mux *mux);    /* all links, what was read, and what was n
 void mux_close_all(struct mux *mux); /* guest: every link ends as if its local side had, and it searches */
 void mux_begin(struct mux *mux, const uint8_t nonce[MUX_NONCE], bool padded); /* host: a RESET */
 bool mux_adopt(struct mux *mux, int fd); /* host: a link for this socket; false: no room */
+bool mux_number_free(const struct mux *mux); /* else nobody can be adopted until a link has ended */
 unsigned mux_live(const struct mux *mux);
 bool mux_busy(const struct mux *mux); /* something waits to be written to the stream, as far as is known */
 bool mux_wants_read(const struct mux *mux, const struct mux_link *link);

@@ -44,7 +44,7 @@ static void close_link(struct mux *unused, struct mux_link *link)
 
 static void accept_links(const struct options *options)
 {
-    for (int i = 0; i < 8 && mux_live(&mux) + 4 < options->most_open; i++) {
+    for (int i = 0; i < 8 && mux_number_free(&mux) && mux_live(&mux) + 4 < options->most_open; i++) {
         int fd = accept4(options->listen_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0) {
             if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) /* out of descriptors or memory */
@@ -127,7 +127,7 @@ static nfds_t ask(const struct options *options, uint64_t now)
 {
     nfds_t count = 4;
     /* poll takes no more entries than descriptors may be open, whatever their numbers. */
-    bool accepting = mux.open && mux_live(&mux) + count < options->most_open && now >= accept_at;
+    bool accepting = mux.open && mux_number_free(&mux) && mux_live(&mux) + count < options->most_open && now >= accept_at;
     if (now >= accept_at)
         accept_at = 0;
     polled[0] = (struct pollfd){.fd = mux.lost ? -1 : options->in, .events = POLLIN};

@@ -202,6 +202,20 @@ def test_no_more_links_than_the_guest_allows() -> None:
         assert stream.take(OPEN).link != stream.take(OPEN).link
 
 
+def test_who_dials_while_every_number_is_half_closed_waits_for_one() -> None:
+    with guest() as (link, stream, nonce):
+        stream.send(record(READY, nonce))
+        numbers = []
+        for _ in range(128):
+            with link.dial():
+                numbers.append(stream.take(OPEN).link)
+            stream.take(CLOSE, numbers[-1])
+        caller = link.dial()
+        caller.sendall(b"x")
+        stream.send(frame(CLOSE, numbers[0]))
+        assert stream.take(DATA, stream.take(OPEN).link).payload == b"x"
+
+
 def test_what_came_before_a_close_is_delivered() -> None:
     with guest() as (link, stream, nonce):
         stream.send(record(READY, nonce))
