@@ -340,10 +340,7 @@ class Node:
             if self._closed:
                 raise HostLimit("this node was closed meanwhile", hint="open a new one")
         except BaseException:
-            task = asyncio.get_running_loop().create_task(self._undo(made, runtime))
-            self._background.add(task)  # a second cancellation must not stop it; close() waits
-            task.add_done_callback(self._background.discard)
-            await asyncio.shield(task)
+            await asyncio.shield(self.later(self._undo(made, runtime)))  # also if it is cancelled once more
             raise
         self._sandboxes[sandbox.id] = sandbox
         sandbox.watch()
@@ -368,6 +365,8 @@ class Node:
         else:
             await asyncio.to_thread(template.skeleton, process.user)
         launcher = await self.launcher()
+        if leaving := {task for task in self._background if task.get_name() == made.name}:
+            await asyncio.wait(leaving)  # one of that id was destroyed, and its processes still die
         started, deadline = time.time(), supervising.now() + policy.door.limits.timeout
         # Nothing is waited for until the journal is begun: a folder without one is swept in seconds.
         made.folder = folder = self.state.take_folder(made.name)
@@ -470,7 +469,7 @@ class Node:
             self._forget(sandbox)
             return
         # Dying processes keep a group busy for a moment; nobody has to wait for that but close().
-        self.later(self._release_later(sandbox))
+        self.later(self._release_later(sandbox)).set_name(sandbox.id)
 
     async def _release_later(self, sandbox: NodeSandbox) -> None:
         sandbox.group.kill()

@@ -13,6 +13,7 @@ from ringfence.conformance.suites.placements import spec, until
 from ringfence.guest.link import GuestLink
 from ringfence.guest.processes import ProcessSpec
 from ringfence.model.errors import HostLimit, NotFound, RingfenceError
+from ringfence.node.cgroups import Group
 from ringfence.node.sandboxes import NodeSandbox
 from ringfence.placement.contract import VolumeMount
 from ringfence.placement.hosting import Hosting
@@ -110,6 +111,27 @@ async def test_grace_is_the_workloads(node: Hosting) -> None:
             if said == b"ready\nasked\n":
                 break
     assert (await ending)["cause"] == "killed"
+
+
+async def test_an_id_is_free_though_processes_of_the_one_before_still_die(
+    node: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, looks = spec(), 0
+    await node.start(wanted)
+    remove = Group.remove
+
+    def busy(group: Group) -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 3 and remove(group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.node.groups, "give_back", lambda _: False)
+        patch.setattr(Group, "remove", busy)
+        await node.destroy(wanted.id, 0.0)
+        assert (node.node.state.sandboxes / wanted.id).exists()
+        assert (await node.start(wanted)).state == "running"
+    await node.destroy(wanted.id, 0.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="volumes need root")
