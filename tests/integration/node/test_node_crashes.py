@@ -24,7 +24,7 @@ from support.nodes import ask, run
 SOURCES = [str(Path(ringfence.__file__).parents[1]), str(Path(__file__).parents[2])]
 # A node that kills itself before or after one call of its own: (words, "before" or "after") → dead there.
 CHILD = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, time
 step, moment, keep, runtime, timeout, disk = sys.argv[1:7]
 from support.nodes import ask, run
 from ringfence.node import cgroups, disks, groups, identities, journal, service, state, templates
@@ -79,6 +79,9 @@ async def main():
         die()
     if step == "idle":
         await asyncio.sleep(600)
+    if step == "short":  # from now on, and nobody is there to see it end
+        sandbox.set_deadline(time.time() + 4)
+        die()
     if step.endswith("-back"):
         arm(*STEPS[step])
     if step == "destroy":
@@ -205,11 +208,7 @@ async def test_a_node_that_does_not_adopt_leaves_it_alone(no_leaks: Leaks) -> No
 
 
 async def test_a_deadline_outlives_the_node(no_leaks: Leaks) -> None:
-    process = child("idle", keep=True, timeout=8)
-    assert process.stdout is not None
-    name, _ = process.stdout.readline().split()
-    process.kill()
-    dead(process)
+    name, _ = dead(child("short", keep=True))
     async with await Node.open() as node:  # in time: the rest of the time counts
         sandbox = node.get(name)
         end = await asyncio.wait_for(sandbox.ended, 60)
@@ -219,11 +218,7 @@ async def test_a_deadline_outlives_the_node(no_leaks: Leaks) -> None:
 
 @pytest.mark.parametrize("adopt", [False, True])
 async def test_a_deadline_that_passed_meanwhile_is_kept_at_recovery(no_leaks: Leaks, adopt: bool) -> None:
-    process = child("idle", keep=True, timeout=4)
-    assert process.stdout is not None
-    name, pid = process.stdout.readline().split()
-    process.kill()
-    dead(process)
+    name, pid = dead(child("short", keep=True))
     await asyncio.sleep(4.5)  # the deadline passes, and nobody is there
     assert Path(f"/proc/{pid}").exists()  # nobody was there to kill it
     async with await Node.open(adopt=adopt) as node:

@@ -156,6 +156,7 @@ async def test_many_at_once(node: Node) -> None:
 
     texts = await asyncio.gather(*(life(number) for number in range(24)))
     assert texts == [f"{number}\n1000\n" for number in range(24)]
+    await asyncio.gather(*node._background)  # processes that still die
     assert empty(node) == []
 
 
