@@ -204,7 +204,7 @@ async def test_a_start_that_fails_at_any_step_leaves_nothing(
     with pytest.raises(StartFailed, match="No space left") as caught:
         await runtime.start(spec(folder))
     assert (caught.value.details["step"], caught.value.details["errno"]) == (step, "ENOSPC")
-    assert walls_of(context) == []
+    await eventually(lambda: walls_of(context) == [], "a wall is left")
     assert os.listdir(folder) in ([], ["exit"])
 
 
@@ -214,7 +214,7 @@ async def test_the_leak_search_finds_what_is_there(context: RuntimeContext, fold
     handle = await runtime.start(spec(folder))
     assert walls_of(context) == [handle.pid]
     await runtime.destroy(handle)
-    assert walls_of(context) == []
+    await eventually(lambda: walls_of(context) == [], "the wall outlived its end")
 
 
 async def test_a_start_that_hangs_leaves_nothing(
@@ -251,10 +251,20 @@ async def test_a_cancelled_slow_start_leaves_nothing(context: RuntimeContext, fo
     await eventually(lambda: walls_of(context) == [], "a wall is left")
 
 
-async def test_a_wall_that_dies_by_itself_is_noticed(context: RuntimeContext, folder: Path) -> None:
-    runtime = guard(FakeRuntime(context, FakeFaults(die_after=2.0)))
+async def test_a_wall_that_dies_by_itself_is_noticed(
+    context: RuntimeContext, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked, die = asyncio.Event(), FakeRuntime._die
+
+    async def not_before(self: FakeRuntime, handle: Handle, seconds: float) -> None:
+        await linked.wait()
+        await die(self, handle, seconds)
+
+    monkeypatch.setattr(FakeRuntime, "_die", not_before)
+    runtime = guard(FakeRuntime(context, FakeFaults(die_after=0.1)))
     handle = await runtime.start(spec(folder))
     link = await link_to(runtime, handle)
+    linked.set()
     assert (await runtime.wait(handle)).signal == signal.SIGKILL
     while link.failure is None:
         with contextlib.suppress(LinkLost):

@@ -320,7 +320,7 @@ def living_children(process: Path) -> int:
 async def open_files(made: Bench, most: int | None = None) -> int:
     """Of the launcher, once it has made its children ahead; waits a while until there are at most so many."""
     process = Path(f"/proc/{made.context.launcher.pid}")
-    deadline = asyncio.get_running_loop().time() + 10
+    deadline = asyncio.get_running_loop().time() + 60
     while True:
         # First: a child that is made ahead after the descriptors were counted has some of its own.
         ready = not made.context.root or living_children(process) == CHILDREN_READY + 1  # and the janitor
@@ -380,6 +380,17 @@ async def test_a_disk_image(jail: Bench) -> None:
     assert not any(str(image) in each for each in backing)
 
 
+async def until_removed(group: Path) -> None:
+    """What dies in it keeps it busy for a moment."""
+    deadline = asyncio.get_running_loop().time() + 60
+    while True:
+        try:
+            return group.rmdir()
+        except OSError:
+            assert asyncio.get_running_loop().time() < deadline, group
+        await asyncio.sleep(0.01)
+
+
 @needs_root
 async def test_cgroups_are_joined_and_frozen(jail: Bench) -> None:
     from ringfence.runtimes.contract import CgroupPlace
@@ -412,7 +423,7 @@ async def test_cgroups_are_joined_and_frozen(jail: Bench) -> None:
         assert (group / "freezer.state").read_text() == "THAWED\n"
     finally:
         for each in (group / "work", group):
-            each.rmdir()
+            await until_removed(each)
 
 
 OWNER = """

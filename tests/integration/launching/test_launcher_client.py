@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ringfence import _native
+from ringfence.conformance.harness import eventually
 from ringfence.model.errors import HostLimit, StartFailed
 from ringfence.runtimes.launching.launcher import Child, Launcher
 from ringfence.runtimes.launching.plan import BIND_OPTIONAL, CLONE_NEWNS, MS_REC, MS_SLAVE, OPS, Plan
@@ -248,7 +249,7 @@ def bare() -> tuple[int, socket.socket]:
 def test_wrong_messages_are_answered(data: bytes) -> None:
     pid, sock = bare()
     with sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.send(data)
         kind, _serial, _pid, error = struct.unpack_from("<IIii", sock.recv(4096))
         assert (kind, error) == (2, 71)  # FAILED, EPROTO
@@ -307,7 +308,7 @@ async def test_whoever_gives_up_waiting_leaves_nothing(launcher: Launcher) -> No
         with pytest.raises(asyncio.CancelledError):
             await task
     assert await run(launcher, "/bin/true") == 0
-    deadline = asyncio.get_running_loop().time() + 10
+    deadline = asyncio.get_running_loop().time() + 60
     while Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.005)
@@ -318,8 +319,10 @@ async def test_many_at_once_and_no_descriptor_is_lost(launcher: Launcher) -> Non
     before = len(os.listdir(f"/proc/{launcher.pid}/fd"))
     ours = len(os.listdir("/proc/self/fd"))
     assert await asyncio.gather(*[run(launcher, "/bin/true") for _ in range(100)]) == [0] * 100
-    assert len(os.listdir(f"/proc/{launcher.pid}/fd")) == before
-    assert len(os.listdir("/proc/self/fd")) <= ours
+    # What it told of it may close a moment later; and what was open before may have been such a one.
+    theirs = Path(f"/proc/{launcher.pid}/fd")
+    await eventually(lambda: len(os.listdir(theirs)) <= before, "the launcher keeps descriptors")
+    await eventually(lambda: len(os.listdir("/proc/self/fd")) <= ours, "descriptors stay here")
 
 
 async def test_children_do_not_inherit_what_the_node_blocks_or_ignores(launcher: Launcher) -> None:
