@@ -216,7 +216,7 @@ class LocalDoor:
 
     async def idle(self) -> None:
         """Return when no connection is left."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while self.door.flows:
                 await asyncio.sleep(0.01)
 
@@ -244,7 +244,7 @@ class LocalDoor:
         """Run curl through the door: exit code, output (with head), errors."""
         via = ["-x", f"http://127.0.0.1:{self.ports['http']}"] if proxy else []
         process = await asyncio.create_subprocess_exec(
-            "curl", "-sS", "-i", "-m", "30", *via, *arguments,
+            "curl", "-sS", "-i", "-m", "90", *via, *arguments,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={"PATH": "/usr/bin:/bin"},
         )  # fmt: skip
         output, errors = await process.communicate()

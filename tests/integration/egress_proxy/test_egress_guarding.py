@@ -14,6 +14,7 @@ import pytest
 
 from ringfence.egress.engine import Settings
 from ringfence.egress.learning import propose
+from ringfence.egress.meter import _TELL_AGAIN
 from support.doors import LOCAL, LocalDoor, Names, Origin, TestAuthority, local_door
 
 SECRET = "sk-the-real-value/9"
@@ -168,6 +169,7 @@ async def test_budgets_end_with_429(folder: Path, names: Names, plain: Origin, w
     if scope == "sandbox":
         network["budget"] = budget
     more = {"project_budget": budget} if scope == "project" else {}
+    began = time.monotonic()
     async with local_door(folder, network, names, project="p", **more) as door:
         url = f"http://api.example.test:{plain.port}/"
         outs = [(await door.curl(url))[1] for _ in range(8)]
@@ -179,8 +181,10 @@ async def test_budgets_end_with_429(folder: Path, names: Names, plain: Origin, w
         assert " 429 " in outs[-1] and f"budget_{what}" in outs[-1] and scope in outs[-1]
         assert ("Retry-After" in outs[-1]) is (what == "rate")
         assert len(plain.requests) <= passed.count(True) + 1  # what goes over while it is sent may have begun
-        [event] = [event for event in door.events if event["event"] == "egress.over_budget"]
-        assert (event["scope"], event["limit"], event["pause"]) == (scope, what, what != "rate")
+        events = [event for event in door.events if event["event"] == "egress.over_budget"]
+        told = [(event["scope"], event["limit"], event["pause"]) for event in events]
+        assert set(told) == {(scope, what, what != "rate")}
+        assert len(told) == 1 or time.monotonic() - began > _TELL_AGAIN  # it is told again after a while
 
 
 async def test_a_download_over_budget_breaks_off(folder: Path, names: Names, plain: Origin) -> None:
@@ -201,6 +205,7 @@ async def test_reported_tokens_are_paid_for(folder: Path, names: Names, plain: O
         url = f"http://api.example.test:{plain.port}/"
         outs = [(await door.curl("-H", "Accept-Encoding: gzip", url))[1] for _ in range(3)]
         assert [" 200 " in out for out in outs] == [True, True, False]  # 0.6, 1.2, and that was it
+        await door.idle()
         assert door.log()[0]["tokens"] == 600 and door.log()[0]["cost"] == 0.6
         assert b"Accept-Encoding: identity" in plain.requests[0]
         assert door.engine.meter.used("sandbox/sb-test")[3] == pytest.approx(1.2)
@@ -264,7 +269,7 @@ async def test_records_by_level(folder: Path, names: Names, plain: Origin) -> No
 
 
 async def asked(door: LocalDoor) -> dict[str, Any]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (found := door.engine.questions.pending()):
             await asyncio.sleep(0.01)
     [one] = found
@@ -333,7 +338,7 @@ async def test_what_was_let_through_outlives_an_update_that_would_let_it_through
         if how != "learned":
             question = await asked(door)
             door.engine.questions.answer(question["id"], True, how == "remembered")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not any(flow.received for flow in door.door.flows):
                 await asyncio.sleep(0.01)
         assert door.door.update(network | more) == 0
@@ -368,7 +373,7 @@ async def test_questions_are_bounded(folder: Path, names: Names) -> None:
             )
             for n in range(40)
         ]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(door.log()) < 8:
                 await asyncio.sleep(0.01)
         assert len(door.engine.questions.pending()) == 32
@@ -431,6 +436,7 @@ async def test_inference_guard(folder: Path, names: Names, secure: Origin, autho
         assert " 403 " in (await door.curl(f"https://api.example.test:{secure.port}/v1/chat/x"))[1]  # only so
         outs = [await ask("/chat/x", {"model": "small"}) for _ in range(3)]
         assert "budget_requests" in outs[-1]
+        await door.idle()
         assert door.log()[0]["masked"] == {"email": 1, "card": 1}
     async with local_door(folder, {}, names) as door:
         assert " 403 " in (await door.curl("http://inference/chat"))[1]  # the control: no guard, no host

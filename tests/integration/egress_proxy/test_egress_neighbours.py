@@ -274,7 +274,7 @@ async def test_the_whole_of_a_request_has_its_time(folder: Path, names: Names) -
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     rules = [{"host": "api.example.test", "ports": [port], "addresses": LOCAL}]
-    async with server, local_door(folder, {"allow": rules, "totalTimeout": "20s"}, names) as door:
+    async with server, local_door(folder, {"allow": rules, "totalTimeout": "90s"}, names) as door:
         url = f"http://api.example.test:{port}"
         assert (await door.curl(f"{url}/whole"))[0] == 0  # the control
         door.door.network = replace(door.door.network, total_timeout=1.0)

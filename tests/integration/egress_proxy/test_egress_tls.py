@@ -24,7 +24,7 @@ async def tls_through(
     """CONNECT to a target, TLS with a name, a request; the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", door.ports["http"])
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
             head = await reader.readuntil(b"\r\n\r\n")
             if b" 200 " not in head:
