@@ -28,6 +28,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return state.templates
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest that stands still for seconds after an interrupt is not ended for it."""
+    monkeypatch.setattr("ringfence.guest.contexts.calls.PATIENCE", 60.0)
+
+
 @pytest.fixture
 async def sandbox(no_leaks: Leaks, template: Path) -> AsyncIterator[NodeSandbox]:
     """A running jail."""

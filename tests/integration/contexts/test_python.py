@@ -91,9 +91,9 @@ async def test_the_time_of_a_call_begins_when_earlier_ones_are_over(contexts: Co
     code = "print('go', flush=True)\nwhile not os.path.exists('/tmp/go'): time.sleep(0.01)\n'first'"
     first = await contexts.execute("a", code)
     await first.__anext__()
-    second = asyncio.ensure_future(contexts.run("a", "'second'", timeout=4.0))
+    second = asyncio.ensure_future(contexts.run("a", "'second'", timeout=8.0))
     third = asyncio.ensure_future(contexts.run("a", "while True: pass", timeout=0.2))
-    await asyncio.sleep(4.5)  # more than theirs: nobody interrupts the first
+    await asyncio.sleep(8.5)  # more than theirs: nobody interrupts the first
     await contexts.run((await contexts.create("bash", id="b")).id, "touch /tmp/go")
     assert (await first.collect()).text == "'first'"
     assert (await second).text == "'second'"

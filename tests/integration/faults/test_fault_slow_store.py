@@ -214,7 +214,8 @@ async def test_a_disk_that_hangs(tmp_path: Path) -> None:
     from ringfence.model.errors import StoreUnavailable
     from ringfence.store.contract import Add
 
-    store = await SqliteStore.open(str(tmp_path / "s.db"), answers=0.3)
+    store = await SqliteStore.open(str(tmp_path / "s.db"))
+    store._answers = 0.3
     hold = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -258,7 +259,7 @@ async def one_only(service: Api, key: str) -> None:
 
 async def test_postgresql_with_its_table_locked(postgres: PostgresServer) -> None:
     url = postgres.fresh()
-    async with on_postgres(url, patience=0.3, answers=30.0) as service:
+    async with on_postgres(url, patience=2.0, answers=30.0) as service:
         with psycopg.connect(url) as other:
             other.execute("LOCK TABLE rf_rows IN ACCESS EXCLUSIVE MODE")
             writing, reading = await asyncio.gather(
@@ -272,7 +273,7 @@ async def test_postgresql_with_its_table_locked(postgres: PostgresServer) -> Non
 
 async def test_postgresql_that_sleeps(postgres: PostgresServer) -> None:
     url = postgres.fresh()
-    async with on_postgres(url, patience=30.0, answers=4.0) as service:
+    async with on_postgres(url, patience=30.0, answers=10.0) as service:
         with psycopg.connect(url, autocommit=True) as other:
             # Slow: it is done. Too slow: it is refused.
             other.execute("CREATE TABLE rf_slow (seconds float)")
@@ -296,8 +297,8 @@ async def test_postgresql_that_sleeps(postgres: PostgresServer) -> None:
 async def test_postgresql_whose_processes_hang(postgres: PostgresServer) -> None:
     """They are stopped: nobody answers, nobody hangs up."""
     url = postgres.fresh()
-    async with on_postgres(url, patience=30.0, answers=2.0) as service:
-        assert (await service.http.get("/v1/sandboxes")).status_code == 200
+    async with on_postgres(url, patience=30.0, answers=5.0) as service:
+        assert (await again(lambda: service.http.get("/v1/sandboxes"))).status_code == 200
         schema = url.partition("search_path%3D")[2]
         with psycopg.connect(postgres.url, autocommit=True) as other:
             found = other.execute(

@@ -110,13 +110,13 @@ async def test_many_files_are_listed(agent: BareAgent, link: GuestLink) -> None:
 async def test_changes_are_watched(agent: BareAgent, link: GuestLink) -> None:
     async with await link.files.watch() as watch:
         (agent.folder / "new").write_text("x")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             event = await anext(watch)
             while event.path != "new":
                 event = await anext(watch)
         assert event.kind in ("created", "modified")
         (agent.folder / "new").unlink()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while event.kind != "deleted":
                 event = await anext(watch)
         assert event.path == "new"
@@ -250,6 +250,6 @@ async def test_shutdown_ends_everything(agent: BareAgent, link: GuestLink) -> No
     await link.start(ProcessSpec(("sh", "-c", "trap '' TERM; sleep 600")))
     with contextlib.suppress(LinkLost):  # it may close the link before its answer is read
         await link.shutdown(0.1)
-    await asyncio.to_thread(agent.process.wait, 20)
+    await asyncio.to_thread(agent.process.wait, 60)
     with pytest.raises(LinkLost):
         await link.ping()

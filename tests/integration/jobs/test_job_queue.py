@@ -77,7 +77,7 @@ async def test_what_finds_no_room_waits_and_costs_no_attempt(control: Control) -
     control.core.admission = quotas
     held = await control.jobs.submit(ALICE, spec("sh", "-c", "until [ -e go ]; do sleep 0.05; done"))
     async with asyncio.timeout(120):
-        while not (await control.jobs.get(ALICE, held.id)).attempts:
+        while not (await quotas.usage("default")).alive:  # it has the place
             await asyncio.sleep(0.05)
         waiting = await control.jobs.submit(ALICE, spec())
         while not [e for e in await control.store.events(subject=waiting.id) if e.name == "job.waiting"]:

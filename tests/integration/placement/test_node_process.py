@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -313,7 +314,7 @@ async def test_hostile_clients_end_their_own_connection_only(
     hostile = socket.socket(socket.AF_UNIX)
     hostile.settimeout(60)
     hostile.connect(str(node.socket))
-    with hostile:
+    with hostile, contextlib.suppress(ConnectionError):  # it may hang up before it has read all
         hostile.sendall(HOSTILE[name])
         hostile.shutdown(socket.SHUT_WR)
         while await asyncio.to_thread(hostile.recv, 65536):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ringfence.conformance.harness import eventually
 from ringfence.conformance.suites.placements import MIB, SMALL, pieces, run, spec, tar_of
 from ringfence.model.errors import (
     GuestRefused,
@@ -107,8 +108,10 @@ async def test_it_survives_the_nodes_death(node: NodeProcess, placement: Placeme
     assert await run(placement, other, "cat", "/data/file") == (0, b"after\n")
     await placement.destroy(other)
     # Nobody has it: it is not mounted, and no loop device holds its image.
-    assert not [line for line in mounts() if volume in line]
-    assert not [file for file in loop_devices().values() if volume in file]
+    await eventually(lambda: not any(volume in line for line in mounts()), "it stays mounted")
+    await eventually(
+        lambda: not any(volume in file for file in loop_devices().values()), "a loop device stays"
+    )
 
 
 async def test_other_users_inside_share_it(placement: Placement, volume: str) -> None:
