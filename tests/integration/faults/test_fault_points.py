@@ -120,11 +120,14 @@ def test_a_node_killed_at_any_moment_costs_no_sandbox(crashes: Crashes) -> None:
 
 def test_the_accounts_notice_what_is_wrong(crashes: Crashes) -> None:
     """Positive control: each kind of disagreement is seen."""
-    answer = crashes.run(seconds=2.0)
-    assert answer["code"] == 0, crashes.words()
-    assert disagreements(crashes.store, crashes.home) == []
-    alive = [row["id"] for row in rows(crashes.store, "sandbox") if row["state"] in ALIVE]
+    for seconds in (2.0, 5.0, 10.0, 20.0):  # until one is alive: in a short time on a busy machine none is
+        answer = crashes.run(seconds=seconds)
+        assert answer["code"] == 0, crashes.words()
+        alive = [row["id"] for row in rows(crashes.store, "sandbox") if row["state"] in ALIVE]
+        if alive:
+            break
     assert alive
+    assert disagreements(crashes.store, crashes.home) == []
     assert all(walls()[id] for id in alive)
     wrong = str(crashes.home / "wrong.db")
 

@@ -92,7 +92,7 @@ async def test_open_links_end_and_new_ones_can_be_opened(kit: Kit) -> None:
     process = await link.start(ProcessSpec(("sleep", "60"), id="sleeper"))
     await kit.runtime.snapshot(handle, str(kit.state / "snapshot"))  # type: ignore[attr-defined]
     with pytest.raises(LinkLost):
-        await asyncio.wait_for(process.wait(), 10)
+        await asyncio.wait_for(process.wait(), 60)
     await link.close()
     async with await GuestLink.open(await kit.runtime.connect(handle)) as again:
         assert [found.id for found in await again.processes()] == ["sleeper"]

@@ -277,7 +277,7 @@ async def test_memory_and_time_are_said(make: Builder) -> None:
         await make("RUN head -c 400000000 /dev/zero | tail -c 399999999 > /dev/null\n")
     assert "--memory" in caught.value.hint
     with pytest.raises(BuildFailed, match="its time was up") as caught:
-        await make("RUN sleep 1000\n", policy=lambda p: p.with_door(limits=Limits(timeout=2.0)))
+        await make("RUN sleep 1000\n", policy=lambda p: p.with_door(limits=Limits(timeout=5.0)))
     assert "--timeout" in caught.value.hint
 
 
@@ -373,7 +373,7 @@ async def test_other_runtimes_give_the_same_layer(make: Builder, runtime: str) -
 
 async def test_given_up_in_the_middle_nothing_is_left(make: Builder, node: Node) -> None:
     task = asyncio.ensure_future(make("RUN echo begun; sleep 1000\n"))
-    for _ in range(3000):
+    for _ in range(6000):
         if make.listening.said or task.done():
             break
         await asyncio.sleep(0.01)
@@ -426,7 +426,8 @@ async def test_what_does_not_come_up_is_no_sandbox(
 ) -> None:
     await make(text)
     with pytest.raises(StartFailed, match=message) as caught:
-        await node.create(ask(template="made", timeout=3.0))
+        # Only what never succeeds waits for it.
+        await node.create(ask(template="made", timeout=5.0 if "READY false" in text else 60.0))
     assert "template show made" in caught.value.hint
     assert node.sandboxes() == []
 
