@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -72,7 +73,8 @@ class RecoverySuite(RuntimeSuite):
         finally:
             # A test that fails before it adopted the wall must not leave it on the machine.
             if wall is not None and wall[1] and _birth(wall[0]) == wall[1]:
-                os.kill(wall[0], 9)
+                with contextlib.suppress(ProcessLookupError):  # it was dying
+                    os.kill(wall[0], 9)
             if host.poll() is None:
                 host.kill()
             host.wait()
