@@ -116,6 +116,7 @@ class FakeRuntime(LaunchedRuntime):
         self.faults = FakeFaults.parse(os.environ.get(VARIABLE, "")) if faults is None else faults
         self._starts = self._refusals = self._failed_destroys = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._relays: dict[str, set[asyncio.Task[None]]] = {}  # by sandbox
 
     def capabilities(self) -> Capabilities:
         """See the contract."""
@@ -187,7 +188,16 @@ class FakeRuntime(LaunchedRuntime):
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         sock.setblocking(False)
-        self._spawn(self._relay(theirs, sock))
+        relay = self._spawn(self._relay(theirs, sock))
+        relays = self._relays.setdefault(handle.id, set())
+        relays.add(relay)
+
+        def over(_: asyncio.Task[None]) -> None:  # however it ended, also before it began
+            relays.discard(relay)
+            theirs.close()
+            sock.close()
+
+        relay.add_done_callback(over)
         return ours
 
     async def stop(self, handle: Handle, grace: float) -> None:
@@ -206,6 +216,10 @@ class FakeRuntime(LaunchedRuntime):
         if self.faults.leak == "process":
             return
         await super().destroy(handle)
+        if relays := self._relays.pop(handle.id, None):  # they would end by themselves, but after the loop
+            for relay in relays:
+                relay.cancel()
+            await asyncio.wait(relays)
         if self.faults.leak == "file":
             handle.socket_path.touch()
 
@@ -220,10 +234,11 @@ class FakeRuntime(LaunchedRuntime):
                 errno=errno.errorcode.get(number, str(number)),
             )
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _die(self, handle: Handle, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -261,8 +276,6 @@ class FakeRuntime(LaunchedRuntime):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            host.close()
-            guest.close()
 
     # -- the wall that is none
 
