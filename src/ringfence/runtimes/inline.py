@@ -114,7 +114,7 @@ class _Work:
         self.name = getattr(call, "__qualname__", type(call).__name__)
         self._event = threading.Event()
         self._ending = threading.Lock()
-        self._ended = False
+        self._begun = self._ended = False
         self._thread: threading.Thread | None = None
         self.future: asyncio.Future[Any]
         # An object with `async def __call__` and a partial of a coroutine function count as well.
@@ -138,7 +138,10 @@ class _Work:
             outcome: tuple[bool, Any] = (True, DeadlineExceeded(f"{self.name} was cancelled"))
             try:
                 try:
-                    outcome = (False, call(*args, **kwargs))
+                    with self._ending:
+                        self._begun = not self._event.is_set()
+                    if self._begun:  # else it was to end before it began
+                        outcome = (False, call(*args, **kwargs))
                 except StopIteration as error:  # no future takes it
                     outcome = (True, RuntimeError(f"{self.name} raised {error!r}"))
                 except Cancelled:
@@ -168,8 +171,8 @@ class _Work:
         if self._thread is None:
             self.future.cancel()
         elif self._thread.ident is not None:
-            with self._ending:  # from its end on the thread must not be hit any more
-                if not self._ended:
+            with self._ending:  # before its beginning and from its end on the thread must not be hit
+                if self._begun and not self._ended:
                     number = ctypes.c_ulong(self._thread.ident)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(Cancelled))
         done, _ = await asyncio.wait({self.future}, timeout=grace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from typing import Any
@@ -79,17 +80,21 @@ async def test_the_deadline_of_a_coroutine() -> None:
 
 
 async def test_the_deadline_of_a_callable_that_computes() -> None:
-    ended = threading.Event()
+    began, ended = threading.Event(), threading.Event()
 
     def forever() -> None:
         try:
+            began.set()
             while True:
                 pass
         finally:
             ended.set()
 
-    with pytest.raises(DeadlineExceeded):
-        await inline.run(forever, policy=policy(0.05), grace=10)
+    for seconds in (0.05, 30.0):  # a thread may be slow to begin, and is told to end before it has
+        with pytest.raises(DeadlineExceeded):
+            await inline.run(forever, policy=policy(seconds), grace=60)
+        if began.is_set():
+            break
     assert ended.is_set()
 
 
@@ -99,15 +104,43 @@ async def test_one_that_asks_whether_to_end() -> None:
             time.sleep(0.001)
 
     with pytest.raises(DeadlineExceeded):
-        await inline.run(polite, policy=policy(0.05), grace=10)
+        await inline.run(polite, policy=policy(0.05), grace=60)
     assert not inline.cancelled()
 
 
 async def test_one_that_heeds_nothing_is_reported() -> None:
-    go_on = threading.Event()
-    with pytest.raises(DeadlineExceeded, match="still runs"):
-        await inline.run(go_on.wait, policy=policy(0.05), grace=0.05)
+    began, go_on = threading.Event(), threading.Event()
+
+    def deaf() -> None:
+        began.set()
+        go_on.wait()
+
+    for seconds in (0.05, 30.0):  # a thread may be slow to begin
+        with pytest.raises(DeadlineExceeded) as caught:
+            await inline.run(deaf, policy=policy(seconds), grace=0.05)
+        if began.is_set():
+            break
+    assert "still runs" in caught.value.message
     go_on.set()
+
+
+async def test_one_that_is_to_end_before_it_began_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, go_on = threading.Event(), threading.Event()
+    real = contextvars.copy_context
+
+    class Slow:
+        def run(self, body: Any) -> None:
+            go_on.wait(60)
+            real().run(body)
+
+    monkeypatch.setattr(contextvars, "copy_context", Slow)
+    work = inline._Work(ran.set, (), {})
+    monkeypatch.undo()
+    stopping = asyncio.ensure_future(work.stop(60.0))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await stopping
+    assert not ran.is_set()
 
 
 async def test_cancelling_the_caller_cancels_the_work() -> None:
