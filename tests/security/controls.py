@@ -9,8 +9,9 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from security.attacks import Attack, Control
@@ -51,14 +52,17 @@ def small_cgroup(limits: Mapping[str, int]) -> Iterator[list[Path]]:
         yield files
     finally:
         for folder in made:
-            for pid in (folder / "cgroup.procs").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
-            for _ in range(100):
+            end = time.monotonic() + 60
+            while True:
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    with suppress(ProcessLookupError):  # it has ended by itself
+                        os.kill(int(pid), signal.SIGKILL)
                 try:
                     folder.rmdir()
                     break
-                except OSError:
-                    os.sched_yield()
+                except OSError:  # they take a moment to die
+                    assert time.monotonic() < end, f"processes of {folder} do not end"
+                    time.sleep(0.005)
 
 
 def run_control(attack: Attack, control: Control, things: Mapping[str, str], folder: Path) -> str:
@@ -112,7 +116,7 @@ def run_control(attack: Attack, control: Control, things: Mapping[str, str], fol
                 **streams,  # type: ignore[call-overload]
             )
             try:
-                done.wait(60)
+                done.wait(120)
             finally:
                 if done.poll() is None:
                     os.killpg(done.pid, signal.SIGKILL)

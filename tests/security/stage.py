@@ -105,7 +105,7 @@ class Stage:
         """Does the victim die soon?"""
         assert self._victim is not None
         try:
-            self._victim.wait(30)
+            self._victim.wait(60)
         except subprocess.TimeoutExpired:
             return False
         return True
