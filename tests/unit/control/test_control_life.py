@@ -216,13 +216,28 @@ async def test_what_is_idle_stops_by_policy(control: Control) -> None:
     assert (await state_of(control, made.id, State.STOPPED)).cause == "idle"
 
 
-async def test_what_is_used_is_not_idle_for_any_process(world: World) -> None:
-    first, second = await world.control("api-1"), await world.control("api-2")
-    made = await first.sandboxes.create(ALICE, asked(idle=5.0, on_idle="stop"))
+async def test_what_is_used_is_not_idle_for_any_process(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The time is the test's: a machine that stands still for some seconds makes nothing idle.
+    first, second = [await world.control(name, process_time=60.0) for name in ("api-1", "api-2")]
+    later = 0.0
+    for each in (first, second):
+        now = each.core.now
+        monkeypatch.setattr(each.core, "now", lambda now=now: now() + later)
+    made = await first.sandboxes.create(ALICE, asked(idle=600.0, on_idle="stop"))
     async with first.using(made.id):
         for _ in range(14):
-            await asyncio.sleep(0.5)
+            before = (await second.sandboxes.get(ALICE, made.id)).active
+            later += 60.0
+
+            async def written_down(before: float = before) -> bool:
+                return (await second.sandboxes.get(ALICE, made.id)).active > before
+
+            await until(written_down)
+            await second.reconciler._due(await second.core.get(made.id))
             assert (await second.sandboxes.get(ALICE, made.id)).state is State.RUNNING
+    later += 700.0
     assert (await state_of(second, made.id, State.STOPPED)).cause == "idle"
 
 
@@ -350,14 +365,26 @@ async def test_a_start_whose_secrets_died_with_the_process_fails(world: World) -
     assert "b'b'" not in document
 
 
-async def test_a_living_process_is_left_to_its_work(world: World) -> None:
-    first, second = await world.control("api-1"), await world.control("api-2")
-    world.faults.script.append(Fault("pause", "slow", seconds=1.5))
+async def test_a_living_process_is_left_to_its_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nobody is taken for dead because the machine stood still for some seconds.
+    first, second = [await world.control(name, process_time=60.0) for name in ("api-1", "api-2")]
     made = await first.sandboxes.create(ALICE, asked())
-    before = second.reconciler.passes + first.reconciler.passes
+    pause, looked = first.core.placement.pause, False
+
+    async def slowly(id: str) -> None:
+        nonlocal looked
+        before = first.reconciler.passes + second.reconciler.passes
+
+        async def passed() -> bool:
+            return first.reconciler.passes + second.reconciler.passes >= before + 3
+
+        looked = await until(passed)
+        await pause(id)
+
+    monkeypatch.setattr(first.core.placement, "pause", slowly)
     paused = await first.sandboxes.pause(ALICE, made.id)
     assert paused.state is State.PAUSED
-    assert first.reconciler.passes + second.reconciler.passes > before
+    assert looked
     assert "taken_over" not in await names(first, made.id)
 
 

@@ -289,7 +289,7 @@ async def test_a_member_that_ends_is_replaced(world: World, control: Control) ->
 async def test_failing_starts_are_tried_less_and_less_often(
     world: World, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refilling, "RETRY_FIRST", 0.05)
+    monkeypatch.setattr(refilling, "RETRY_FIRST", 0.3)
     world.faults.script.append(Fault("start", "partial", times=4))
     await control.pools.create(ALICE, "p", min=2, max=2)
 
@@ -346,7 +346,7 @@ async def test_a_removed_pool_leaves_nothing(world: World, control: Control) -> 
 
 
 async def test_several_processes_fill_a_pool_once(world: World) -> None:
-    controls = [await world.control(f"api-{n}") for n in range(3)]
+    controls = [await world.control(f"api-{n}", process_time=60.0) for n in range(3)]
     await controls[0].pools.create(ALICE, "p", min=6, max=6)
     await warm(controls[0], 6)
     made = await asyncio.gather(*(controls[n % 3].sandboxes.create(ALICE, asked()) for n in range(12)))
@@ -403,7 +403,7 @@ async def test_a_half_done_claim_is_finished(world: World) -> None:
 
 
 async def test_claims_are_exclusive(world: World) -> None:
-    controls = [await world.control(f"api-{n}") for n in range(2)]
+    controls = [await world.control(f"api-{n}", process_time=60.0) for n in range(2)]
     await controls[0].pools.create(ALICE, "p", min=10, max=10)
     await warm(controls[0], 10)
     made = await asyncio.gather(

@@ -88,12 +88,15 @@ async def test_a_deadline_that_has_passed_kills_at_once(child: subprocess.Popen[
 
 
 async def test_a_deadline_is_met(child: subprocess.Popen[bytes]) -> None:
-    watch = supervisor(child.pid, deadline=supervising.now() + 1.0)
+    deadline = supervising.now() + 1.0
+    watch = supervisor(child.pid, deadline=deadline)
     watch.start()
-    assert child.poll() is None
     while watch.cause is None:
+        assert child.poll() is None or supervising.now() >= deadline
         await asyncio.sleep(0.01)
     assert watch.cause is Cause.DEADLINE
+    assert supervising.now() >= deadline
+    assert child.wait() == -signal.SIGKILL
 
 
 async def test_processor_time_is_polled_where_no_cgroup_counts() -> None:
