@@ -166,19 +166,22 @@ def test_wake_by_descriptor() -> None:
 
 def test_shutdown(walled: Wall) -> None:
     """SIGTERM first, so that who listens may end well; SIGKILL for the others; then the agent exits 0."""
-    with wall() as other:
-        client = other.client()
-        for name, trap in (("good", "trap 'echo bye; exit 5' TERM"), ("bad", "trap '' TERM")):
+    # Who listens has more time than any machine stands still; who does not is waited for in vain.
+    for trap, grace in (("trap 'echo bye; exit 5' TERM", 25_000), ("trap '' TERM", 2000)):
+        with wall() as other:
+            client = other.client()
             script = f"{trap}; echo up; while :; do sleep 0.05; done"
-            channel = client.open(1, (1, name), *argv("sh", "-c", script))
+            channel = client.open(1, (1, "a"), *argv("sh", "-c", script))
             client.reply(channel)
             assert client.frame(channel).payload[9:] == b"up\n"
-        client.call(SHUTDOWN, (1, 4000))
-        ended = follow(client, 1)
-        assert bytes(ended.out[1][ended.first[1] - ended.first[1] :]) == b"bye\n"
-        assert ended.code == 5
-        assert follow(client, 3).exit[2] == 9
-        assert other.process.wait(20) == 0
+            client.call(SHUTDOWN, (1, grace))
+            ended = follow(client, channel)
+            if "bye" in trap:
+                assert bytes(ended.out[1]) == b"bye\n"
+                assert ended.code == 5
+            else:
+                assert ended.exit[2] == 9
+            assert other.process.wait(120) == 0
     assert walled.alive()
 
 
@@ -188,7 +191,7 @@ def test_sigterm_from_outside_shuts_down() -> None:
         channel = client.open(1, (1, "a"), *argv("sleep", "1000"))
         client.reply(channel)
         os.kill(walled.pid, signal.SIGTERM)
-        assert walled.process.wait(20) == 0
+        assert walled.process.wait(120) == 0
 
 
 def test_it_must_be_process_1_and_well_called() -> None:
@@ -199,7 +202,7 @@ def test_it_must_be_process_1_and_well_called() -> None:
         ["bogus"],
         ["uid=x", "gid=1", "listen=3"],
     ):
-        ended = subprocess.run([agent_path(), *arguments], capture_output=True, timeout=20, check=False)
+        ended = subprocess.run([agent_path(), *arguments], capture_output=True, timeout=120, check=False)
         assert ended.returncode == 125
         assert ended.stderr.startswith(b"ringfence-agent: ")
 
@@ -254,7 +257,7 @@ def test_a_single_stream_is_resynchronised() -> None:
     ours, theirs = socket.socketpair()
     with wall(f"stream={theirs.fileno()}") as walled:
         theirs.close()
-        ours.settimeout(30)
+        ours.settimeout(120)
         client = resync(ours, b"A" * 16)
         channel = client.open(1, (1, "cat"), *argv("cat"), (5, STDIN))
         client.reply(channel)
@@ -281,7 +284,7 @@ def test_a_stream_and_a_listener_at_once() -> None:
     ours, theirs = socket.socketpair()
     with wall(f"stream={theirs.fileno()}") as walled:
         theirs.close()
-        ours.settimeout(30)
+        ours.settimeout(120)
         stream = resync(ours, b"B" * 16)
         client = walled.client()
         stream.send(OPEN, 1, struct.pack("<H", 1) + fields((1, "a"), *argv("true"), (5, DETACHED)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -127,7 +128,8 @@ def ended_children(pid: int) -> int:
     """How many of its children have ended and are not reaped."""
     states = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        states.append(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0])
+        with contextlib.suppress(OSError):  # it is reaped at this moment
+            states.append(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0])
     return states.count("Z")
 
 

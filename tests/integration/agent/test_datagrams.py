@@ -21,7 +21,7 @@ def network(walled: Wall, client: Client) -> None:
     subprocess.run(
         ["nsenter", f"--target={walled.pid}", *spaces, "ip", "link", "set", "lo", "up"],
         check=True,
-        timeout=20,
+        timeout=120,
     )
 
 
@@ -127,7 +127,7 @@ def test_a_flood_is_dropped_and_does_not_fill_the_agent(client: Client, walled: 
     got = sum(len(frame.payload) - 9 for frame in client.pending)
     assert all((frame.channel, frame.type) == (channel, DATA) for frame in client.pending)
     # We gave no credit back: what came is bounded by the window, the kernel keeps a little, the rest is gone.
-    assert 100_000 < got <= 262_144, got
+    assert 20_000 < got <= 262_144, got
     client.credit(channel, 0, got)
     client.auto_credit = True
     asker = other.open(1, (1, "asker"), *argv("python3", "-c", ASK, "7300", "still"))

@@ -26,7 +26,7 @@ def networked(walled: Wall) -> Wall:
     subprocess.run(
         ["nsenter", f"--target={walled.pid}", *spaces, "ip", "link", "set", "lo", "up"],
         check=True,
-        timeout=20,
+        timeout=120,
     )
     return walled
 
@@ -77,7 +77,7 @@ def test_the_agent_answers_as_written(request: pytest.FixtureRequest, path: Path
 
         with wall() as walled:
             replay(walled, golden.load(path))
-            assert walled.process.wait(20) == 0
+            assert walled.process.wait(120) == 0
         return
     replay(request.getfixturevalue("networked"), golden.load(path))
 

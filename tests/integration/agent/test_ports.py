@@ -37,7 +37,7 @@ def network(walled: Wall, client: Client) -> None:
     subprocess.run(
         ["nsenter", f"--target={walled.pid}", *spaces, "ip", "link", "set", "lo", "up"],
         check=True,
-        timeout=20,
+        timeout=120,
     )
 
 

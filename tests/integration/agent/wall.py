@@ -96,7 +96,7 @@ class Client:
 
     def __init__(self, sock: socket.socket, hello: bool = True) -> None:
         self.sock = sock
-        sock.settimeout(30)
+        sock.settimeout(120)
         self.buffer = b""
         self.pending: list[Frame] = []
         self.next_id = 1
@@ -362,7 +362,7 @@ class Wall:
             client.close()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
