@@ -5,7 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { PLAN_MAX = 65536, STEPS_MAX = 512, FDS_MAX = 128, MAPS_MAX = 32, ARGS_MAX = 256, ENV_MAX = 1024 };
+enum { PLAN_MAX = 65536, STEPS_MAX = 512, FDS_MAX = 128, MAPS_MAX = 32, ARGS_MAX = 256, ENV_MAX = 1024,
+       PLACES = 256 /* numbers that descriptors of a plan can be given: below this */ };
 
 enum phase { P, C };
 

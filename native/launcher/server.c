@@ -7,6 +7,7 @@
 #include "sys.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,7 +34,7 @@ struct child {
     char *exit_file;
 };
 
-enum { TAG_SOCKET = 1 << 30, TAG_SIGNALS, READY_MAX = 64, QUIET_MS = 3 };
+enum { TAG_SOCKET = 1 << 30, TAG_SIGNALS, READY_MAX = 64, QUIET_MS = 20 };
 
 static struct child children[CHILDREN_MAX];
 static unsigned highest; /* one past the highest slot in use */
@@ -244,7 +245,12 @@ static int make_child(struct child *child, uint64_t flags, uint64_t cgroup, int 
     int pid = (int)syscall(SYS_clone3, &args, sizeof args);
     if (!pid) {
         close(ends[0]);
-        *alive = ends[1];
+        /* Out of the way of every number that a plan gives to a descriptor: its end must tell of the exec. */
+        *alive = fcntl(ends[1], F_DUPFD_CLOEXEC, PLACES);
+        if (*alive >= 0)
+            close(ends[1]);
+        else
+            *alive = ends[1];
         return 0;
     }
     int error = errno;

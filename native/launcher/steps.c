@@ -423,10 +423,10 @@ static int do_death_signal(struct run *run, int number)
 
 static int do_fd(struct run *run, int from, int to)
 {
-    if (run->place_count == FDS_MAX || to < 0 || to > 255)
+    if (run->place_count == FDS_MAX || to < 0 || to >= PLACES)
         return EINVAL;
     /* Out of the way of every target number, while the limit of open files is still high. */
-    from = fcntl(from, F_DUPFD_CLOEXEC, 256);
+    from = fcntl(from, F_DUPFD_CLOEXEC, PLACES);
     if (from < 0)
         return errno;
     run->places[run->place_count++] = (struct place){from, to};

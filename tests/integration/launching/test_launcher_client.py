@@ -78,6 +78,32 @@ async def test_descriptors_arrive_at_their_numbers_and_no_others(launcher: Launc
     assert words == ["0", "1", "2", "3", "9", "given"]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_every_number_may_be_given_to_a_descriptor(ahead: bool) -> None:
+    """That of the pipe among them by whose end the launcher hears of the exec."""
+    prelude = Plan()
+    prelude.add("READY", 4)
+    prelude.add("UMASK", 0o022)
+    launcher = await Launcher.start(prelude=prelude)
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for _ in range(12):
+            plan = Plan()
+            if ahead:
+                plan.add("PRELUDE")
+            index = plan.fd(nothing)
+            for number in range(3, 60):
+                plan.add("FD", index, number)
+            plan.add("ARG", "true")
+            plan.add("EXEC", "/bin/true")
+            child = await launcher.spawn(plan)
+            assert await child.exited == 0
+            child.close()
+    finally:
+        os.close(nothing)
+        await launcher.close()
+
+
 async def test_a_child_without_a_descriptor_for_it_fails_and_dies(launcher: Launcher, tmp_path: Path) -> None:
     """As many as it may have are open when the answer comes: its end would never be heard."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
