@@ -64,6 +64,8 @@ FULL = Effort(starts=200, execs=500, rate_seconds=3.0, idle=200, alive=500, cli=
 QUICK = Effort(starts=30, execs=100, rate_seconds=1.0, idle=40, alive=100, cli=8)
 WORKERS = (1, 2, 4, 8, 16)
 _SLOW, _SLOWEST = 0.15, 1.0  # seconds of a start
+# Seconds before each start that is compared: what the last one left is taken down, what is made ahead made.
+_REST = 0.03
 # What a runtime that runs no programs is asked to run: its Python, which is what it is for.
 MAPPED = ("python3", "-I", "-S", "-c", "print('hello')")
 
@@ -290,6 +292,7 @@ class Bench:
         bare = "bare " if self.own else ""
         others = [Samples(f"{bare}{reference.name}: cold start to first output") for reference in beside]
         for turn in range(-self.effort.warm, self.effort.starts):
+            await asyncio.sleep(_REST)
             await _start_once(
                 node, request, self.command, clock, *((ours, whole) if turn >= 0 else (None, None))
             )
@@ -297,6 +300,7 @@ class Bench:
                 # The slow ones need fewer samples to be told from the fast ones.
                 if reference.name != "bwrap" and turn % 5 and not self.own:
                     continue
+                await asyncio.sleep(_REST)
                 reference.start(samples if turn >= 0 else None)
         node.use(clock.driver)
         self.figures += [samples.as_dict() for samples in (ours, whole, *others)]
