@@ -29,6 +29,7 @@
 
 struct config {
     int listen_fd, stream_in, stream_out, mux_in, mux_out, wake_fd;
+    int ready_fd; /* told with one byte that the agent has taken its place, or -1 */
     const char *users, *groups; /* maps of a user namespace to be made, or NULL */
     uid_t as_uid; /* what the agent becomes in it; -1: it is that already */
     gid_t as_gid;

@@ -6,7 +6,7 @@
 #include <string.h>
 
 struct config config = {
-    .listen_fd = -1, .stream_in = -1, .stream_out = -1, .mux_in = -1, .mux_out = -1, .wake_fd = -1, .filter_fd = -1,
+    .listen_fd = -1, .stream_in = -1, .stream_out = -1, .mux_in = -1, .mux_out = -1, .wake_fd = -1, .ready_fd = -1, .filter_fd = -1,
     .workdir = "/", .oom = 500, .max_links = LINKS_MAX, 
     .as_uid = (uid_t)-1, .uid = (uid_t)-1, .gid = (gid_t)-1,
 };
@@ -103,6 +103,8 @@ static bool set(const char *key, size_t size, const char *text)
         return (config.oom = (int)value) >= 0;
     if (KEY("wake") && number(text, 10, 1 << 20, &value))
         return (config.wake_fd = (int)value) >= 0;
+    if (KEY("ready") && number(text, 10, 1 << 20, &value))
+        return (config.ready_fd = (int)value) >= 0;
     if (KEY("processes") && number(text, 10, 1 << 20, &value))
         return (config.processes = (unsigned)value) != 0;
     if (KEY("max_links") && number(text, 10, LINKS_MAX, &value))

@@ -120,6 +120,16 @@ static bool open_cgroups(void)
     return true;
 }
 
+/* What the wall is made of is in place: whoever waits for that may go on, while the agent makes itself ready to listen.
+ * It may be gone; process 1 does not die of that. */
+static void tell_ready(int fd)
+{
+    while (fd >= 0 && write(fd, "", 1) < 0 && errno == EINTR)
+        ;
+    if (fd >= 0)
+        close(fd);
+}
+
 int main(int argc, char **argv)
 {
     if (!config_parse(argc, argv))
@@ -136,6 +146,7 @@ int main(int argc, char **argv)
         refuse("can't install the system call filter");
     if (!single_claim())
         refuse("can't open the stream");
+    tell_ready(config.ready_fd);
     occupy_stdio();
     keep_only_wanted();
     if (config.oom > 0)

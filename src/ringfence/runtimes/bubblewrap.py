@@ -11,28 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
 import stat
 from collections.abc import Iterator
 
-from ringfence.model.errors import GuestError, RuntimeUnavailable, StartFailed, Unsupported
+from ringfence.model.errors import RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
-from ringfence.runtimes.context import DEVPTS, STAGE, RuntimeContext
+from ringfence.runtimes.context import STAGE, RuntimeContext
 from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
 from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
-from ringfence.runtimes.launching.foreign import version_of
+from ringfence.runtimes.launching.foreign import in_place, pipe, version_of
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.guestargs import agent_arguments, environment
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import (
-    BIND_DEVICES,
-    BIND_NOEXEC,
     BIND_READONLY,
-    CLONE_NEWNS,
     MS_NODEV,
     MS_NOEXEC,
     MS_NOSUID,
@@ -40,20 +36,22 @@ from ringfence.runtimes.launching.plan import (
     NOBODY,
     Plan,
 )
-from ringfence.runtimes.launching.processes import kill_tree, readable
+from ringfence.runtimes.launching.processes import kill_tree
 from ringfence.runtimes.launching.steps import MASKED, add_cgroups, add_limits, writable_folders
+from ringfence.runtimes.measuring import children
 
 START_TIMEOUT = 25.0  # seconds until the agent behind bwrap must answer
-_LISTEN, _ARGS, _SECCOMP, _INFO, _AGENT, _CGROUPS = 3, 4, 5, 6, 7, 8
+_LISTEN, _ARGS, _SECCOMP, _AGENT, _READY, _CGROUPS = range(3, 9)
 _MOST_TEXT = 4096  # bytes of bwrap's own messages
 _STAGE = f"{STAGE}/stage"
-_MERGED, _DEVICES = f"{_STAGE}/root", f"{_STAGE}/dev"
+_MERGED, _DEVICES = f"{_STAGE}/root", f"{STAGE}/devices"
 # (first version that is not affected, first that is, number)
 _VULNERABILITIES = (
     ((0, 0, 0), (0, 1, 3), "CVE-2016-8659"),
     ((0, 0, 0), (0, 3, 3), "CVE-2019-12439"),
     ((0, 4, 0), (0, 4, 1), "CVE-2020-5291"),
 )
+_HIDDEN = ("sys", ".ringfence")  # what a template has there is not shown
 OLDEST = (0, 8, 0)  # --disable-userns, --size
 
 
@@ -122,23 +120,20 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
                 f"no socket in {spec.folder}: {error.strerror}", step="listen", errno=str(error.errno)
             ) from error
         try:
-            info, writing = _pipe(opened)
-            # For reading, too: bwrap has forked when it writes there, and must not die of our being gone.
-            # What it forked would wait for it for ever.
-            info_end = os.open(f"/proc/self/fd/{writing}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-            opened.append(info_end)
-            words, words_end = _pipe(opened)
-            plan = self._plan(spec, listener.fileno(), info_end, words_end, opened)
+            words, words_end = pipe(opened)
+            ready, ready_end = pipe(opened)
+            plan = self._plan(spec, listener.fileno(), words_end, ready_end, opened)
             child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
             listener.close()
             for descriptor in opened:
-                if descriptor not in (info, words, *judged.values()):
+                if descriptor not in (words, ready, *judged.values()):
                     os.close(descriptor)
-            opened[:] = [info, words, *judged.values()]
+            opened[:] = [words, ready, *judged.values()]
             async with asyncio.timeout(START_TIMEOUT):
-                agent = await _child_pid(info)
-                handle = self.handle(spec, child, agent, _data(spec, child))
-                await self._answer(handle, child, words)
+                agent = children(child.pid) if await in_place(ready) else []
+                if len(agent) != 1:
+                    raise await _failure(child, words)
+            handle = self.handle(spec, child, agent[0], _data(spec, child))
             _compare(handle, judged)
             return handle
         except BaseException as error:
@@ -176,19 +171,6 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
                 capability="disk_limit",
             )
 
-    async def _answer(self, handle: Handle, child: Child, words: int) -> None:
-        """Return when the agent has answered; bwrap tells its pid before it has built the wall."""
-        from ringfence.guest.link import GuestLink
-
-        try:
-            link = await GuestLink.open(await self.connect(handle), timeout=START_TIMEOUT)
-            await link.close()
-        except GuestError as error:
-            text = await _said(child, words)
-            if not text:
-                raise
-            raise StartFailed(f"bwrap: {text}", hint=_hint(text), step="bwrap") from error
-
     async def _undo(self, child: Child) -> None:
         # What bwrap started does not die with it where the wall was to be kept, or before bwrap has mapped
         # its users: until then its child waits for that alone.
@@ -199,22 +181,26 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
             del self._children[key]
         child.close()
 
-    def _plan(self, spec: StartSpec, listener: int, info: int, words: int, opened: list[int]) -> Plan:
+    def _plan(self, spec: StartSpec, listener: int, words: int, ready: int, opened: list[int]) -> Plan:
         assert self.program is not None
         plan = Plan()
         # bwrap gives up being root before it mounts, and nobody else passes through to the node's layers.
         merged = self.context.root
         if merged:
+            plan.add("PRELUDE")
             _add_merged(plan, spec.root.lowers)
         if not spec.ephemeral:
             plan.add("KEEP")
         plan.add("EXIT_FILE", os.path.join(spec.folder, EXIT_FILE))
         work = add_cgroups(plan, spec, opened)
         numbers = range(_CGROUPS, _CGROUPS + len(work))
-        command = [f"/proc/self/fd/{_AGENT}", *list(agent_arguments(spec, _LISTEN, numbers))[1:]]
+        command = [
+            f"/proc/self/fd/{_AGENT}",
+            *list(agent_arguments(spec, _LISTEN, numbers, ready_fd=_READY))[1:],
+        ]
         arguments = os.memfd_create("bwrap-arguments", os.MFD_CLOEXEC)
         opened.append(arguments)
-        words_of = self._arguments(spec, _MERGED if merged else "")
+        words_of = _arguments(spec, _MERGED if merged else "")
         os.write(arguments, b"".join(os.fsencode(word) + b"\0" for word in words_of))
         os.lseek(arguments, 0, os.SEEK_SET)
         # A description of its own: bwrap reads the filter from the file's position.
@@ -227,7 +213,7 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
             _LISTEN: listener,
             _ARGS: arguments,
             _SECCOMP: filter_fd,
-            _INFO: info,
+            _READY: ready,
             _AGENT: self.context.agent_fd(),
             **dict(zip(numbers, work, strict=True)),
         }
@@ -248,56 +234,80 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
         plan.add("EXEC", self.program)
         return plan
 
-    def _arguments(self, spec: StartSpec, merged: str = "") -> Iterator[str]:
-        identity, files = spec.identity, spec.root
-        yield from ("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts")
-        yield from ("--unshare-cgroup-try", "--disable-userns", "--new-session", "--as-pid-1")
-        if spec.ephemeral:
-            yield "--die-with-parent"
-        yield from ("--uid", str(identity.uid), "--gid", str(identity.gid), "--hostname", spec.hostname)
-        yield from ("--seccomp", str(_SECCOMP), "--info-fd", str(_INFO))
-        whole = bool(merged) and _whole(files)
-        if whole:  # one bind instead of one for each entry: bwrap reads the table of mounts after each
-            yield from ("--ro-bind", merged, "/")
+
+def _arguments(spec: StartSpec, merged: str = "") -> Iterator[str]:
+    identity, files = spec.identity, spec.root
+    yield from ("--unshare-user", "--unshare-pid", "--unshare-uts")
+    if not merged:  # else they are there already
+        yield from ("--unshare-ipc", "--unshare-net")
+    yield from ("--unshare-cgroup-try", "--disable-userns", "--new-session", "--as-pid-1")
+    if spec.ephemeral:
+        yield "--die-with-parent"
+    yield from ("--uid", str(identity.uid), "--gid", str(identity.gid), "--hostname", spec.hostname)
+    yield from ("--seccomp", str(_SECCOMP))
+    whole = bool(merged) and _whole(files)
+    if whole:  # one bind instead of one for each entry: bwrap reads the table of mounts after each
+        yield from ("--ro-bind", merged, "/")
+    else:
+        yield from _entries(files.lowers, "", merged)
+    for bind in files.binds:
+        yield from ("--ro-bind" if bind.read_only else "--bind", bind.source, bind.target)
+    yield from ("--proc", "/proc")
+    for path in _covered():
+        if os.path.isdir(path):
+            yield from ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
         else:
-            yield from _entries(files.lowers, "", merged)
-        for bind in files.binds:
-            yield from ("--ro-bind" if bind.read_only else "--bind", bind.source, bind.target)
-        yield from ("--proc", "/proc")
-        for path in MASKED:
-            if os.path.isdir(path):
-                yield from ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
-            elif os.path.lexists(path):
-                yield from ("--ro-bind", "/dev/null", path)
-        # One bind instead of bwrap's own eight; what it is made from is read-only.
-        yield from ("--dev-bind", _DEVICES, "/dev") if merged else ("--dev", "/dev")
-        yield from ("--perms", "1777", "--size", str(max(16 << 20, spec.memory // 2)))
-        yield from ("--tmpfs", "/dev/shm")  # noqa: S108
-        if not merged:
-            yield from ("--remount-ro", "/dev")
-        yield from ("--perms", "0755", "--size", str(1 << 20), "--tmpfs", "/run/secrets")
-        for path, size, mode in writable_folders(files):
-            yield from ("--perms", mode, "--size", str(size), "--tmpfs", path)
-        for path in files.read_only:
-            yield from ("--remount-ro", path)
-        if not whole:
-            yield from ("--remount-ro", "/")
-        yield from ("--chdir", "/")
+            yield from ("--ro-bind", "/dev/null", path)
+    # One bind instead of bwrap's own eight; what it is made from is read-only.
+    yield from ("--dev-bind", _DEVICES, "/dev") if merged else ("--dev", "/dev")
+    yield from ("--perms", "1777", "--size", str(max(16 << 20, spec.memory // 2)))
+    yield from ("--tmpfs", "/dev/shm")  # noqa: S108
+    if not merged:
+        yield from ("--remount-ro", "/dev")
+    yield from ("--perms", "0755", "--size", str(1 << 20), "--tmpfs", "/run/secrets")
+    for path, size, mode in writable_folders(files):
+        yield from ("--perms", mode, "--size", str(size), "--tmpfs", path)
+    for path in files.read_only:
+        yield from ("--remount-ro", path)
+    if not whole:
+        yield from ("--remount-ro", "/")
+    yield from ("--chdir", "/")
+
+
+def _covered() -> list[str]:
+    """What of ``MASKED`` a sandbox could open: not what is the host's root's alone, whom bwrap never maps."""
+    found = []
+    for path in MASKED:
+        with contextlib.suppress(OSError):
+            info = os.lstat(path)
+            if info.st_uid != 0 or info.st_mode & 0o077:
+                found.append(path)
+    return found
 
 
 def _whole(files: RootFs) -> bool:
     """Whether the merged layers can be the root as they are: all that is mounted in it finds its place, and
     nothing shows that has to be hidden.
     """
-    found = _merge(files.lowers, "")
     targets = [bind.target for bind in files.binds] + [path for path, _, _ in writable_folders(files)]
     needed = {"proc", "dev", "sys", "run", *(target.split("/")[1] for target in targets)}
+    if len(files.lowers) == 1:
+        return _fits(files.lowers[0], needed)
+    found = _merge(files.lowers, "")
     if not needed <= found.keys() or not all(stat.S_ISDIR(found[name][0].st_mode) for name in needed):
         return False
-    hidden = [
-        f"{layer}/{name}" for name in ("sys", ".ringfence") if name in found for layer in found[name][1]
-    ]
+    hidden = [f"{layer}/{name}" for name in _HIDDEN if name in found for layer in found[name][1]]
     return not any(os.listdir(folder) for folder in hidden)
+
+
+def _fits(lower: str, needed: set[str]) -> bool:
+    """The same for one layer, which a start need not read whole."""
+    try:
+        folders = all(stat.S_ISDIR(os.lstat(f"{lower}/{name}").st_mode) for name in needed)
+    except FileNotFoundError:
+        return False
+    hidden = [f"{lower}/{name}" for name in _HIDDEN]
+    return folders and not any(os.path.lexists(path) and os.listdir(path) for path in hidden)
 
 
 def _entries(lowers: tuple[str, ...], path: str, merged: str = "") -> Iterator[str]:
@@ -349,13 +359,11 @@ def _is_opaque(folder: str) -> bool:
 
 
 def _add_merged(plan: Plan, lowers: tuple[str, ...]) -> None:
-    """Mount the layers at ``_MERGED``, nodes at ``_DEVICES``, in a mount namespace that only bwrap sees."""
-    plan.add("CLONE", CLONE_NEWNS)
+    """Mount the layers at ``_MERGED``, in the mount namespace that was made ahead and only bwrap sees."""
+    # bwrap mounts one of its own; each mount that it finds takes time.
+    plan.add("UMOUNT", f"{STAGE}/proc")
     quiet = MS_NOSUID | MS_NODEV
     plan.add("MOUNT", "ringfence", _STAGE, "tmpfs", quiet | MS_NOEXEC, "mode=0711,size=1m")
-    plan.add("MKDIR", _DEVICES, 0o711, NOBODY, NOBODY)
-    plan.add("BIND", f"{STAGE}/dev", _DEVICES, BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
-    plan.add("MOUNT", "devpts", f"{_DEVICES}/pts", "devpts", MS_NOSUID | MS_NOEXEC, DEVPTS)
     if len(lowers) == 1:  # of which no overlay can be made
         plan.add("MKDIR", _MERGED, 0o711, NOBODY, NOBODY)
         plan.add("BIND", os.path.realpath(lowers[0]), _MERGED, BIND_READONLY)
@@ -428,24 +436,9 @@ def _data(spec: StartSpec, child: Child) -> dict[str, object]:
     }
 
 
-def _pipe(opened: list[int]) -> tuple[int, int]:
-    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    opened += (reading, writing)
-    return reading, writing
-
-
-async def _child_pid(info: int) -> int:
-    """The pid (on the host) that bwrap tells; 0 if it ended before."""
-    text = b""
-    while len(text) < _MOST_TEXT:
-        await readable(info)
-        more = os.read(info, _MOST_TEXT)
-        text += more
-        with contextlib.suppress(ValueError):
-            return int(json.loads(text)["child-pid"])
-        if not more:
-            break
-    return 0
+async def _failure(child: Child, words: int) -> StartFailed:
+    text = await _said(child, words)
+    return StartFailed(f"bwrap: {text or 'ended without a word'}", hint=_hint(text), step="bwrap")
 
 
 async def _said(child: Child, words: int) -> str:

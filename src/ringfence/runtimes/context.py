@@ -31,6 +31,8 @@ from ringfence.runtimes.launching.plan import (
 from ringfence.runtimes.launching.steps import MASKED, READ_ONLY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ringfence.runtimes.contract import StartSpec
     from ringfence.runtimes.lsm.applying import Confining
 
@@ -224,13 +226,16 @@ class RuntimeContext:
             InvalidRequest: no such filter.
             HostLimit: none for this machine.
         """
-        key = f"seccomp-{name}"
-        if key not in self._files:
-            from ringfence.runtimes import seccomp
+        from ringfence.runtimes import seccomp
 
-            program = seccomp.load(name)
+        return self.memory_file(f"seccomp-{name}", lambda: seccomp.load(name))
+
+    def memory_file(self, key: str, content: Callable[[], bytes]) -> int:
+        """A memory file that is made once, at its begin; owned by the context."""
+        if key not in self._files:
+            data = content()
             descriptor = os.memfd_create(key, os.MFD_CLOEXEC)
-            os.write(descriptor, program)
+            os.write(descriptor, data)
             os.lseek(descriptor, 0, os.SEEK_SET)
             self._files[key] = descriptor
         return self._files[key]

@@ -8,11 +8,9 @@ it has no capability, an empty bounding set and no_new_privs.
 
 from __future__ import annotations
 
-import dataclasses
 import errno as _errno
 import os
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 from ringfence.model.errors import HostLimit, StartFailed
@@ -59,6 +57,7 @@ from ringfence.runtimes.launching.steps import (
     add_cgroups,
     add_limits,
     add_overlay,
+    common,
     shm_limits,
 )
 
@@ -183,8 +182,6 @@ class JailRuntime(FrozenByCgroup, LaunchedRuntime):
 _Steps = tuple[tuple[Any, ...], ...]
 _settled_plans: dict[tuple[Any, ...], tuple[Plan, Plan, Plan]] = {}
 _MOST_SETTLED = 512
-_OWN = ("id", "folder", "hostname", "cgroup", "env")  # of one sandbox, or looked at below
-_COMMON = attrgetter(*(f.name for f in dataclasses.fields(StartSpec) if f.name not in _OWN))
 
 
 def _settled(root: bool, spec: StartSpec, security: _Steps) -> tuple[Plan, Plan, Plan]:
@@ -194,7 +191,7 @@ def _settled(root: bool, spec: StartSpec, security: _Steps) -> tuple[Plan, Plan,
     must be in it.
     """
     cgroups = len(spec.cgroup.agent), len(spec.cgroup.work)
-    key = (root, security, cgroups, tuple(spec.env.items()), _COMMON(spec))
+    key = (root, security, cgroups, tuple(spec.env.items()), common(spec))
     found = _settled_plans.get(key)
     if found is None:
         if len(_settled_plans) >= _MOST_SETTLED:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 from wall_bench import bench
 
+from ringfence.model.errors import StartFailed
 from ringfence.runtimes.launching.launcher import Child, Launcher
 from ringfence.runtimes.launching.plan import Plan
 from ringfence.runtimes.launching.processes import ProcessRef, kill_tree
@@ -17,19 +19,6 @@ from ringfence.runtimes.measuring import children
 
 # As bwrap does before it has mapped its users: a child that waits for its parent, and holds both ends.
 FORKS = "import os\nr, w = os.pipe()\nif os.fork():\n    os.waitpid(-1, 0)\nelse:\n    os.read(r, 1)\n"
-
-# What bwrap does then: it tells its child's pid to whoever may not be there any more.
-TELLS = """#!/usr/bin/python3 -IS
-import os, signal, sys, time
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-folder = "{folder}"
-open(folder + "/forked", "w").close()
-while not os.path.exists(folder + "/gone"):
-    time.sleep(0.005)
-os.write(6, b"{{}}")
-open(folder + "/told", "w").close()
-time.sleep(60)
-"""
 
 
 async def until(check: Callable[[], object]) -> None:
@@ -64,34 +53,38 @@ async def test_what_was_forked_goes_with_the_node(keep: bool) -> None:
     child.close()
 
 
-async def test_bwrap_does_not_die_of_a_start_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_bwrap_has_forked_dies_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first process of a namespace; the control is the same program without one."""
     async with bench("bubblewrap") as made:
-        folder: Path = made.folder / "told"
-        folder.mkdir()
-        folder.chmod(0o777)
         stand_in = made.folder / "bwrap"
-        stand_in.write_text(TELLS.format(folder=folder))
+        stand_in.write_text(f"#!/usr/bin/python3 -IS\n{FORKS}")
         stand_in.chmod(0o755)
         made.runtime.program = str(stand_in)  # type: ignore[attr-defined]
         started: list[Child] = []
         spawn = made.context.launcher.spawn
 
-        async def held(plan: Plan, **options: object) -> Child:
-            started.append(await spawn(plan))
-            await asyncio.Event().wait()
-            raise AssertionError
+        async def noted(plan: Plan, **options: Any) -> Child:
+            started.append(await spawn(plan, **options))
+            return started[-1]
 
-        monkeypatch.setattr(made.context.launcher, "spawn", held)
+        monkeypatch.setattr(made.context.launcher, "spawn", noted)
         start = asyncio.create_task(made.start())
-        await until((folder / "forked").exists)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        await until(lambda: started and children(started[0].pid))
+        forked = ProcessRef.of(children(started[0].pid)[0])
+        os.kill(started[0].pid, signal.SIGKILL)
+        with pytest.raises(StartFailed, match="bwrap"):
             await start
-        (folder / "gone").touch()
-        (child,) = started
-        await until(lambda: (folder / "told").exists() or child.exited.done())
-        assert not child.exited.done(), "nobody would know any more what it has forked"
-        kill_tree(child.pid, child.pidfd)
+        await forked.wait()
+
+        plan = Plan()
+        plan.add("ARG", str(stand_in))
+        plan.add("EXEC", str(stand_in))
+        child = await spawn(plan)
+        await until(lambda: children(child.pid))
+        forked = ProcessRef.of(children(child.pid)[0])
+        os.kill(child.pid, signal.SIGKILL)
         await child.exited
         child.close()
-        assert os.path.exists(folder / "told")
+        assert forked.alive()
+        os.kill(forked.pid, signal.SIGKILL)
+        await forked.wait()

@@ -13,10 +13,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from wall_bench import Bench
+from wall_bench import Bench, bench
 
 from ringfence.conformance.harness import eventually
 from ringfence.model.errors import StartFailed
+from ringfence.runtimes import nsjail
 from ringfence.runtimes.contract import Bind, Health
 from ringfence.runtimes.launching import foreign as foreign_module
 from ringfence.runtimes.measuring import credentials, tree
@@ -141,6 +142,29 @@ async def test_mounts_of_a_hostile_template_stay_inside(foreign: Bench) -> None:
     if before is not None:
         assert Path("/etc/hostname").read_bytes() == before
     assert not any("/etc/hostname" in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+LOADED = """#include <fcntl.h>
+__attribute__((constructor)) static void loaded(void) { open("%s", O_CREAT | O_WRONLY, 0666); }
+"""
+
+
+async def test_a_sandbox_s_environment_does_not_act_on_nsjail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nsjail still sees the host's files when it starts: a library of the sandbox's choice would, too."""
+    async with bench("nsjail") as made:
+        folder = made.folder / "shared"
+        folder.mkdir()
+        folder.chmod(0o777)
+        (folder / "loaded.c").write_text(LOADED % (folder / "mark"))
+        command = ["cc", "-shared", "-fPIC", "-o", str(folder / "loaded.so"), str(folder / "loaded.c")]
+        subprocess.run(command, check=True)
+        env = {"LD_PRELOAD": str(folder / "loaded.so")}
+        handle = await made.start(env=env)
+        assert env["LD_PRELOAD"] in (await made.run(handle, "echo $LD_PRELOAD"))[1].splitlines()
+        assert not (folder / "mark").exists()
+        monkeypatch.setattr(nsjail, "_acts_on_programs", lambda _: False)
+        await made.start(env=env)
+        assert (folder / "mark").exists()
 
 
 async def test_what_the_program_says_is_told(foreign: Bench) -> None:

@@ -13,11 +13,10 @@ import re
 import shutil
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringfence.model.errors import (
-    GuestError,
     HostLimit,
     RuntimeUnavailable,
     StartFailed,
@@ -30,12 +29,22 @@ from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import Plan
-from ringfence.runtimes.launching.processes import ProcessRef
+from ringfence.runtimes.launching.processes import ProcessRef, readable
 
 START_TIMEOUT = 25.0  # seconds until the agent behind the program must answer
 LISTEN = 3  # the agent's listening socket; the workload's cgroups follow
 _VERSION_TIMEOUT = 30.0  # seconds; from a cold disk it takes some
 _MOST_TEXT = 8192  # bytes of a program's own messages
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Descriptors of one start that its plan hands over."""
+
+    listener: int  # the agent's
+    silence: int  # the program's stdin
+    words: int  # its stdout and stderr
+    ready: int  # where the agent tells that it has taken its place
 
 
 class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
@@ -64,8 +73,8 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
         """
 
     def command(self, spec: StartSpec, agent: int, cgroups: Sequence[int]) -> list[str]:
-        """The program's argv. ``agent`` is the descriptor of the agent's binary, the next one that of the
-        system call filter; ``cgroups`` are the workload's.
+        """The program's argv. ``agent`` is the descriptor of the agent's binary, the next ones are those of
+        the system call filter and of where the agent tells that it is there; ``cgroups`` are the workload's.
 
         Called in a thread of the event loop; may write files into the sandbox's folder.
         """
@@ -125,17 +134,21 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
             ) from error
         try:
             words, words_end = pipe(opened)
+            ready, ready_end = pipe(opened)
             silence, _ = pipe(opened)
-            plan = self.plan(spec, listener.fileno(), silence, words_end, opened)
+            ends = Ends(listener.fileno(), silence, words_end, ready_end)
+            plan = self.plan(spec, ends, opened)
             child = await self.context.launcher.spawn(plan, keep=not spec.ephemeral)
             listener.close()
             for descriptor in opened:
-                if descriptor != words:
+                if descriptor not in (words, ready):
                     os.close(descriptor)
-            opened[:] = [words]
+            opened[:] = [words, ready]
+            handle = None if self.monitored else self._handle(spec, child)
             async with asyncio.timeout(START_TIMEOUT):
-                await self._answer(spec, child, words)
-            return self._handle(spec, child)
+                if not await in_place(ready):
+                    raise await self._failure(child, words)
+            return handle or self._handle(spec, child)
         except BaseException as error:
             if child is not None:
                 await self._undo(child)
@@ -194,14 +207,14 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
             )
         self.check(spec)
 
-    def plan(self, spec: StartSpec, listener: int, silence: int, words: int, opened: list[int]) -> Plan:
-        """Everything up to the program's start. ``silence`` is its stdin, ``words`` its stdout and stderr."""
+    def plan(self, spec: StartSpec, ends: Ends, opened: list[int]) -> Plan:
+        """Everything up to the program's start."""
         assert self.program is not None
         root = self.context.root
         plan = Plan()
         work = readied.begin(plan, spec, opened, exit_file=os.path.join(spec.folder, EXIT_FILE), root=root)
         numbers = range(LISTEN + 1, LISTEN + 1 + len(work))
-        agent = LISTEN + 1 + len(work)
+        agent = numbers.stop
         readied.add_root(plan, spec, root=root)
         self.furnish(plan, spec)
         # Never the node's own: programs give the standard streams to the sandbox's user.
@@ -209,8 +222,8 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
         rules = os.open(f"/proc/self/fd/{self.context.filter_fd(spec.seccomp)}", os.O_RDONLY | os.O_CLOEXEC)
         opened.append(rules)
         given = {
-            0: silence, 1: words, 2: words,
-            LISTEN: listener, agent: self.context.agent_fd(), agent + 1: rules,
+            0: ends.silence, 1: ends.words, 2: ends.words,
+            LISTEN: ends.listener, agent: self.context.agent_fd(), agent + 1: rules, agent + 2: ends.ready,
         }  # fmt: skip
         for number, descriptor in (given | dict(zip(numbers, work, strict=True))).items():
             plan.add("FD", plan.fd(descriptor), number)
@@ -250,20 +263,13 @@ class ForeignRuntime(FrozenByCgroup, LaunchedRuntime):
             data |= {"monitor": child.pid, "born": ProcessRef.of(child.pid).birth}
         return data
 
-    async def _answer(self, spec: StartSpec, child: Child, words: int) -> None:
-        """Return when the agent has answered: until then the program is still building the wall."""
-        from ringfence.guest.link import GuestLink
-
-        try:
-            link = await GuestLink.open(sockets.dial(spec.folder), timeout=START_TIMEOUT)
-            await link.close()
-        except (GuestError, OSError) as error:
-            text = self.said(await _text(child, words))
-            raise StartFailed(
-                f"{self.program_name}: {text or 'ended without a word'}",
-                hint=_hint(text),
-                step=self.program_name,
-            ) from error
+    async def _failure(self, child: Child, words: int) -> StartFailed:
+        text = self.said(await _text(child, words))
+        return StartFailed(
+            f"{self.program_name}: {text or 'ended without a word'}",
+            hint=_hint(text),
+            step=self.program_name,
+        )
 
     async def _undo(self, child: Child) -> None:
         # It is the first process of a pid namespace: nothing that it started outlives it.
@@ -281,6 +287,15 @@ def pipe(opened: list[int]) -> tuple[int, int]:
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     opened += (reading, writing)
     return reading, writing
+
+
+async def in_place(ready: int) -> bool:
+    """Whether the guest agent tells that it has taken its place; false if all that could tell have ended.
+
+    Until then the program builds the wall. What comes by the agent's socket meanwhile waits for it.
+    """
+    await readable(ready)
+    return bool(os.read(ready, 1))
 
 
 async def version_of(program: str, *arguments: str) -> str:

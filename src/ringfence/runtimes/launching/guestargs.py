@@ -21,11 +21,16 @@ ENVIRONMENT = {
 
 
 def agent_arguments(
-    spec: StartSpec, listen: int | str, cgroups: Iterable[int], filter_fd: int | None = None
+    spec: StartSpec,
+    listen: int | str,
+    cgroups: Iterable[int],
+    filter_fd: int | None = None,
+    ready_fd: int | None = None,
 ) -> Iterator[str]:
     """argv of the agent; ``listen`` is a descriptor or a path, ``cgroups`` descriptors of the workload's.
 
-    ``filter_fd``: of a system call filter that the agent installs before anything else.
+    ``filter_fd``: of a system call filter that the agent installs before anything else. ``ready_fd``: where
+    it writes one byte once it has taken its place.
     """
     identity = spec.identity
     yield "ringfence-agent"
@@ -39,6 +44,8 @@ def agent_arguments(
     yield f"home={environment_of(spec)['HOME']}"
     if filter_fd is not None:
         yield f"filter={filter_fd}"
+    if ready_fd is not None:
+        yield f"ready={ready_fd}"
     numbers = ",".join(map(str, cgroups))
     if numbers:
         yield f"cgroup={numbers}"

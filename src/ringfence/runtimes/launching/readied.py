@@ -25,6 +25,7 @@ from ringfence.runtimes.launching.plan import (
     BIND_IDMAP,
     BIND_INSIDE,
     BIND_MAKE,
+    BIND_MOVE,
     BIND_NOEXEC,
     BIND_READONLY,
     CLONE_NEWCGROUP,
@@ -60,16 +61,28 @@ Maps = tuple[tuple[IdMap, ...], tuple[IdMap, ...]]  # of users, of groups
 
 
 def begin(
-    plan: Plan, spec: StartSpec, opened: list[int], *, exit_file: str, root: bool, maps: Maps | None = None
+    plan: Plan,
+    spec: StartSpec,
+    opened: list[int],
+    *,
+    exit_file: str,
+    root: bool,
+    whole: bool = False,
+    maps: Maps | None = None,
 ) -> list[int]:
     """Namespaces and cgroups; returns the workload's opened ``cgroup.procs``.
 
-    ``maps`` of the user namespace that a normal user's program runs in, if not :func:`outer_maps`.
+    ``whole``, as root: begin with what the launcher makes ahead for every wall (``context.prelude_plan``), a
+    network namespace with its loopback among it. ``maps`` of the user namespace that a normal user's program
+    runs in, if not :func:`outer_maps`.
     """
     identity = spec.identity
     if root:
-        plan.add("CLONE", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME)
         plan.add("USERNS", _bytes(identity.maps, identity.gid_maps or identity.maps))
+        if whole:
+            plan.add("PRELUDE")
+        else:
+            plan.add("CLONE", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME)
     else:
         users, groups = maps or outer_maps(identity)
         plan.add("CLONE", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWTIME | CLONE_NEWUSER)
@@ -122,16 +135,18 @@ def add_root(
     for path in files.read_only:
         plan.add("READONLY", path)
     plan.add("LEAVE")
-    plan.extend(_surroundings(root, 0 if whole else 1))
+    if not (root and whole):  # else what builds the wall only moves into it, and becomes the guest agent
+        plan.extend(_surroundings(root, 0 if whole else 1))
 
 
 def _add_pseudo(plan: Plan, spec: StartSpec, root: bool) -> None:
     """``/proc`` with its covers, ``/dev``, ``/dev/shm`` and ``/run/secrets``; inside ENTER."""
     identity = spec.identity
-    plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
-    if root:
-        plan.add("BIND", f"{STAGE}/dev", "/dev", BIND_READONLY | BIND_DEVICES | BIND_NOEXEC)
+    if root:  # made ahead: see ``begin``
+        plan.add("BIND", f"{STAGE}/proc", "/proc", BIND_MOVE)
+        plan.add("BIND", f"{STAGE}/devices", "/dev", BIND_MOVE)
     else:
+        plan.add("MOUNT", "proc", "/proc", "proc", _QUIET, "")
         plan.add("MOUNT", "dev", "/dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=0755")
         for name in DEVICES:
             plan.add("BIND", f"/dev/{name}", f"/dev/{name}", BIND_DEVICES | BIND_NOEXEC | BIND_MAKE)
@@ -140,11 +155,11 @@ def _add_pseudo(plan: Plan, spec: StartSpec, root: bool) -> None:
         for name in ("pts", "shm"):
             plan.add("MKDIR", f"/dev/{name}", 0o755, NOBODY, NOBODY)
         plan.add("REMOUNT", "/dev", ATTR_RDONLY)
-    plan.add("MOUNT", "devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, DEVPTS)
-    for path in MASKED:  # a file is covered by the new /dev/null
-        plan.add("MASK", path)
-    for path in READ_ONLY:
-        plan.add("READONLY", path)
+        plan.add("MOUNT", "devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, DEVPTS)
+        for path in MASKED:  # a file is covered by the new /dev/null
+            plan.add("MASK", path)
+        for path in READ_ONLY:
+            plan.add("READONLY", path)
     options = ",".join(("mode=1777", *shm_limits(spec.memory)))
     plan.add("MOUNT", "shm", "/dev/shm", "tmpfs", _QUIET, options)  # noqa: S108
     owner = identity.host_uid(identity.agent_uid) if root else identity.agent_uid

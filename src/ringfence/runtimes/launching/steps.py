@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
+from operator import attrgetter
 
 from ringfence.model.errors import InvalidRequest, StartFailed
 from ringfence.runtimes.contract import Identity, RootFs, StartSpec
@@ -36,6 +38,11 @@ SECRETS_SIZE = 1 << 20
 MOST_SECRETS = 1024
 _SMALLEST = 64 << 10  # bytes of a writable folder
 _MOST_PATHS = 6  # layers whose paths are given to overlay as they are
+
+# What of a specification is of one sandbox only, or can't be a key.
+_OWN = ("id", "folder", "hostname", "cgroup", "env")
+# All other wishes, to keep by them what is the same for every sandbox that has them.
+common = attrgetter(*(field.name for field in dataclasses.fields(StartSpec) if field.name not in _OWN))
 
 
 def add_cgroups(plan: Plan, spec: StartSpec, opened: list[int]) -> list[int]:

@@ -78,8 +78,8 @@ class OciRuntime(ForeignRuntime):
     def command(self, spec: StartSpec, agent: int, cgroups: Sequence[int]) -> list[str]:
         """See the base."""
         assert self.program is not None
-        rules = agent + 1
-        arguments = list(agent_arguments(spec, LISTEN, cgroups, rules))
+        rules, ready = agent + 1, agent + 2
+        arguments = list(agent_arguments(spec, LISTEN, cgroups, rules, ready))
         users, groups = readied.inner_maps(spec.identity, root=self.context.root)
         document = bundle.document(
             spec,
@@ -103,7 +103,7 @@ class OciRuntime(ForeignRuntime):
             "--bundle",
             folder,
             "--preserve-fds",
-            str(rules + 1 - LISTEN),
+            str(ready + 1 - LISTEN),
             spec.id,
         ]
 

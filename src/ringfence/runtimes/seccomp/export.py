@@ -153,12 +153,18 @@ def to_kafel(arch: str) -> str:
     for name, decision in guarded:
         by_answer: dict[int, list[str]] = {}
         for conditions, answer in branches(decision):
-            if answer != table.DEFAULT:
-                by_answer.setdefault(answer, []).append(" && ".join(map(_kafel_condition, conditions)))
+            by_answer.setdefault(answer, []).append(" && ".join(map(_kafel_condition, conditions)))
+        # The first rule that fits counts, and these come in this order: what is left needs no test.
+        last = 0 if table.DEFAULT in by_answer else min(by_answer)
         for answer, tests in by_answer.items():
-            text = f"SYSCALL[{numbers[name]}](a0, a1, a2, a3, a4, a5) /* {name} */ {{\n"
-            text += " ||\n".join(f"      ({test})" for test in tests) + "\n    }"
-            filters.setdefault(answer, []).append(text)
+            text = f"SYSCALL[{numbers[name]}]"
+            if answer == last:
+                text += f" /* {name} */"
+            else:
+                text += f"(a0, a1, a2, a3, a4, a5) /* {name} */ {{\n"
+                text += " ||\n".join(f"      ({test})" for test in tests) + "\n    }"
+            if answer != table.DEFAULT:
+                filters.setdefault(answer, []).append(text)
     blocks = []
     for answer, lines in sorted(filters.items(), reverse=True):
         action = "ALLOW" if answer == ALLOW else f"ERRNO({answer & 0xFFFF})"
