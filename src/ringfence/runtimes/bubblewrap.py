@@ -25,7 +25,7 @@ from ringfence.runtimes.launching import sockets
 from ringfence.runtimes.launching.driver import EXIT_FILE, LaunchedRuntime
 from ringfence.runtimes.launching.foreign import in_place, pipe, version_of
 from ringfence.runtimes.launching.freezing import FrozenByCgroup
-from ringfence.runtimes.launching.guestargs import agent_arguments, environment
+from ringfence.runtimes.launching.guestargs import agent_arguments, environment_of
 from ringfence.runtimes.launching.launcher import Child
 from ringfence.runtimes.launching.plan import (
     BIND_READONLY,
@@ -229,8 +229,7 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
         plan.add("UMASK", 0o022)
         for text in ("bwrap", "--args", str(_ARGS), "--", *command):
             plan.add("ARG", text)
-        for text in environment(spec):
-            plan.add("ENV", text)
+        plan.add("ENV", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
         plan.add("EXEC", self.program)
         return plan
 
@@ -245,6 +244,11 @@ def _arguments(spec: StartSpec, merged: str = "") -> Iterator[str]:
         yield "--die-with-parent"
     yield from ("--uid", str(identity.uid), "--gid", str(identity.gid), "--hostname", spec.hostname)
     yield from ("--seccomp", str(_SECCOMP))
+    # Not bwrap's own environment: while it starts it sees the host's files, and the loader would follow what
+    # is said there (LD_PRELOAD …).
+    yield "--clearenv"
+    for name, value in environment_of(spec).items():
+        yield from ("--setenv", name, value)
     whole = bool(merged) and _whole(files)
     if whole:  # one bind instead of one for each entry: bwrap reads the table of mounts after each
         yield from ("--ro-bind", merged, "/")

@@ -149,22 +149,36 @@ __attribute__((constructor)) static void loaded(void) { open("%s", O_CREAT | O_W
 """
 
 
-async def test_a_sandbox_s_environment_does_not_act_on_nsjail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nsjail still sees the host's files when it starts: a library of the sandbox's choice would, too."""
-    async with bench("nsjail") as made:
-        folder = made.folder / "shared"
-        folder.mkdir()
-        folder.chmod(0o777)
-        (folder / "loaded.c").write_text(LOADED % (folder / "mark"))
-        command = ["cc", "-shared", "-fPIC", "-o", str(folder / "loaded.so"), str(folder / "loaded.c")]
-        subprocess.run(command, check=True)
-        env = {"LD_PRELOAD": str(folder / "loaded.so")}
+def listening_library(made: Bench) -> tuple[dict[str, str], Path]:
+    """An environment that has a library loaded, and the file by which that tells."""
+    folder = made.folder / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "loaded.c").write_text(LOADED % (folder / "mark"))
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / "loaded.so"), str(folder / "loaded.c")]
+    subprocess.run(command, check=True)
+    return {"LD_PRELOAD": str(folder / "loaded.so")}, folder / "mark"
+
+
+@pytest.mark.parametrize("name", ["nsjail", "bubblewrap"])
+async def test_a_sandbox_s_environment_does_not_act_on_the_program(name: str) -> None:
+    """It still sees the host's files when it starts: a library of the sandbox's choice would, too."""
+    async with bench(name) as made:
+        env, mark = listening_library(made)
         handle = await made.start(env=env)
         assert env["LD_PRELOAD"] in (await made.run(handle, "echo $LD_PRELOAD"))[1].splitlines()
-        assert not (folder / "mark").exists()
+        assert not mark.exists()
+        program = str(made.runtime.program)  # type: ignore[attr-defined]
+        subprocess.run([program, "--help"], env=env, check=False, capture_output=True)
+        assert mark.exists()
+
+
+async def test_what_nsjail_is_kept_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench("nsjail") as made:
+        env, mark = listening_library(made)
         monkeypatch.setattr(nsjail, "_acts_on_programs", lambda _: False)
         await made.start(env=env)
-        assert (folder / "mark").exists()
+        assert mark.exists()
 
 
 async def test_what_the_program_says_is_told(foreign: Bench) -> None:
