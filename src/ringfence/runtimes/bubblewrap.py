@@ -15,9 +15,9 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ringfence.model.errors import RuntimeUnavailable, StartFailed, Unsupported
+from ringfence.model.errors import InvalidRequest, RuntimeUnavailable, StartFailed, Unsupported
 from ringfence.model.levels import Boundary, Level
 from ringfence.runtimes.context import STAGE, RuntimeContext
 from ringfence.runtimes.contract import Capabilities, Handle, Health, Probe, RootFs, StartSpec
@@ -200,8 +200,7 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
         ]
         arguments = os.memfd_create("bwrap-arguments", os.MFD_CLOEXEC)
         opened.append(arguments)
-        words_of = _arguments(spec, _MERGED if merged else "")
-        os.write(arguments, b"".join(os.fsencode(word) + b"\0" for word in words_of))
+        os.write(arguments, _packed(_arguments(spec, _MERGED if merged else "")))
         os.lseek(arguments, 0, os.SEEK_SET)
         # A description of its own: bwrap reads the filter from the file's position.
         filter_fd = os.open(
@@ -234,6 +233,19 @@ class BubblewrapRuntime(FrozenByCgroup, LaunchedRuntime):
         return plan
 
 
+def _packed(words: Iterable[str]) -> bytes:
+    """The words as bwrap reads them, a NUL behind each: none may hold one, and so be several.
+
+    Raises:
+        InvalidRequest: one does.
+    """
+    packed = [os.fsencode(word) for word in words]
+    for word in packed:
+        if b"\0" in word:
+            raise InvalidRequest(f"a value for the sandbox has a NUL byte: {word!r}")
+    return b"".join(word + b"\0" for word in packed)
+
+
 def _arguments(spec: StartSpec, merged: str = "") -> Iterator[str]:
     identity, files = spec.identity, spec.root
     yield from ("--unshare-user", "--unshare-pid", "--unshare-uts")
@@ -257,7 +269,7 @@ def _arguments(spec: StartSpec, merged: str = "") -> Iterator[str]:
     for bind in files.binds:
         yield from ("--ro-bind" if bind.read_only else "--bind", bind.source, bind.target)
     yield from ("--proc", "/proc")
-    for path in _covered():
+    for path in _covered(identity.host_uid(identity.uid)):
         if os.path.isdir(path):
             yield from ("--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path)
         else:
@@ -278,13 +290,14 @@ def _arguments(spec: StartSpec, merged: str = "") -> Iterator[str]:
     yield from ("--chdir", "/")
 
 
-def _covered() -> list[str]:
-    """What of ``MASKED`` a sandbox could open: not what is the host's root's alone, whom bwrap never maps."""
+def _covered(user: int) -> list[str]:
+    """What of ``MASKED`` that user of the host could open: not what is another's alone. (Root without root's
+    rights, as in a container, runs walls as a normal user does, and owns it all.)"""
     found = []
     for path in MASKED:
         with contextlib.suppress(OSError):
             info = os.lstat(path)
-            if info.st_uid != 0 or info.st_mode & 0o077:
+            if info.st_uid == user or info.st_mode & 0o077:
                 found.append(path)
     return found
 

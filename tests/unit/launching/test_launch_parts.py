@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfence.model.errors import Unsupported
+from ringfence.model.errors import InvalidRequest, Unsupported
 from ringfence.runtimes import bubblewrap, measuring
 from ringfence.runtimes.contract import Bind, Disk, RootFs
 from ringfence.runtimes.launching import foreign, freezing, sockets
@@ -114,6 +114,21 @@ def test_a_read_only_root_has_only_what_the_policy_lets_be_written() -> None:
 def test_a_folder_of_the_host_is_not_covered_by_a_tmpfs() -> None:
     shares = writable_folders(files(binds=(Bind("/host", "/workspace", read_only=False),)))
     assert "/workspace" not in {path for path, _, _ in shares}
+
+
+def test_no_value_becomes_several_arguments_of_bwrap() -> None:
+    assert bubblewrap._packed(["--setenv", "A", "\udcff"]) == b"--setenv\0A\0\xff\0"
+    with pytest.raises(InvalidRequest):
+        bubblewrap._packed(["--setenv", "A", "x\0--bind\0/\0/mnt"])
+
+
+def test_what_the_sandbox_s_user_could_open_is_covered() -> None:
+    """Root of a container without root's rights maps itself: nothing is another's then."""
+    here = {path for path in bubblewrap.MASKED if os.path.lexists(path)}
+    assert set(bubblewrap._covered(os.stat("/proc/kmsg").st_uid)) == here
+    others = set(bubblewrap._covered(1_900_000_000))
+    assert "/proc/kmsg" not in others
+    assert "/proc/keys" in others
 
 
 def test_layers_are_merged_the_topmost_first(tmp_path: Path) -> None:

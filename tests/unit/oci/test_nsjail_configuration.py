@@ -53,6 +53,7 @@ def test_what_was_made_ahead_is_not_made_again() -> None:
 def test_the_agent_gets_the_words_behind_and_nothing_is_an_option() -> None:
     found = words(workdir="/--rw", hostname="--rw")
     behind = found[found.index("--") + 1 :]
+    assert values_of("--hostname", found) == ["--rw"]
     assert behind[0] == "ringfence-agent"
     assert {"listen=3", "cgroup=4", "ready=6", "workdir=/--rw"} <= set(behind)
 
